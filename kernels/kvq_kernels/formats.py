@@ -1,0 +1,254 @@
+"""The packed formats: what one unit of one kv head looks like in memory.
+
+A sequence is sealed in *units* of ``unit_size`` tokens. The packed bytes of one unit of one
+kv head are a *record*; a KV cache page is ``block_size / unit_size`` records per kv head.
+
+Record, in bytes (D = head size, U = unit size, g = key group size, bk/bv = key/value bits)::
+
+    blob 0 | blob 1 | ... | blob U/g - 1 | anchor | padding
+
+    blob     K codes   g * D * bk / 8   8 bit: [g][D]
+                                        4 bit: [g][D/2], byte c = code[c] | code[c + D/2] << 4
+             V codes   D * g * bv / 8   8 bit: [D][g] (transposed)
+                                        4 bit: [D][g/2], byte t = code[t] | code[t + g/2] << 4
+             K meta    D * 4            per channel: fp16 scale, fp16 zero
+             V meta    g * 4            per token:   fp16 scale, fp16 zero
+    anchor   codes     D                8-bit codes of the key of the sequence's first token
+             meta      4                fp16 scale, fp16 zero
+             flag      1                1 in unit 0 of a sequence, else 0
+    padding  up to a multiple of U bytes, because vLLM counts cache bytes per token
+
+Every section starts at a multiple of 16 bytes. A value is ``code * scale + zero``.
+Formats with 8-bit keys have no anchor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+DTYPE_PREFIX = "kvq-"
+"""Prefix of our ``--kv-cache-dtype`` names."""
+
+MAX_HEAD_SIZE = 256
+HEAD_SIZE_MULTIPLE = 16
+UNIT_SIZES = (64, 128, 256)
+MIN_KEY_GROUP_SIZE = 32
+SECTION_ALIGNMENT = 16
+_META_BYTES = 4  # fp16 scale, fp16 zero
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a format name stands for, independent of head size and tuning.
+
+    Attributes:
+        key_bits: 4 or 8; keys have one scale and zero per channel per group of tokens.
+        value_bits: 4 or 8; values have one scale and zero per token.
+        anchor: whether the first token's key is kept apart, in 8 bits.
+        rotate_values: whether values are stored rotated by :func:`hadamard`.
+        default_key_group_size: tokens per key group, or None for the whole unit.
+
+    """
+
+    key_bits: int
+    value_bits: int
+    anchor: bool
+    rotate_values: bool
+    default_key_group_size: int | None
+
+
+SCHEMES: Mapping[str, Scheme] = {
+    "kvq-int8": Scheme(8, 8, anchor=False, rotate_values=False, default_key_group_size=None),
+    "kvq-k8v4": Scheme(8, 4, anchor=False, rotate_values=True, default_key_group_size=None),
+    "kvq-int4": Scheme(4, 4, anchor=True, rotate_values=True, default_key_group_size=64),
+}
+"""Format name, as in ``--kv-cache-dtype``, to scheme."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A scheme with its sizes fixed: the layout of every byte of a record.
+
+    Attributes:
+        name: a key of :data:`SCHEMES`.
+        head_size: D, a multiple of 16 up to 256.
+        unit_size: U, tokens sealed together: 64, 128 or 256.
+        key_group_size: g, tokens per key scale; a power of two from 32 to U.
+
+    Raises:
+        ValueError: on construction, when a size is not supported; the message is one sentence
+            that names the value and what is allowed.
+
+    """
+
+    name: str
+    head_size: int
+    unit_size: int
+    key_group_size: int
+
+    def __post_init__(self) -> None:
+        if self.name not in SCHEMES:
+            raise ValueError(f"Unknown format {self.name!r}: choose one of {', '.join(SCHEMES)}.")
+        if not supports_head_size(self.head_size):
+            raise ValueError(
+                f"{self.name} does not support head size {self.head_size}: it must be a multiple "
+                f"of {HEAD_SIZE_MULTIPLE} up to {MAX_HEAD_SIZE}."
+            )
+        if self.unit_size not in UNIT_SIZES:
+            raise ValueError(
+                f"unit_size {self.unit_size} is not supported: choose one of "
+                f"{', '.join(map(str, UNIT_SIZES))}."
+            )
+        g = self.key_group_size
+        if not MIN_KEY_GROUP_SIZE <= g <= self.unit_size or g & (g - 1):
+            raise ValueError(
+                f"key_group_size {g} is not supported: it must be a power of two from "
+                f"{MIN_KEY_GROUP_SIZE} to unit_size ({self.unit_size})."
+            )
+
+    @classmethod
+    def create(
+        cls, name: str, head_size: int, unit_size: int = 128, key_group_size: int | None = None
+    ) -> Format:
+        """Return the format `name` for `head_size`, with the scheme's default key group size.
+
+        Args:
+            name: a key of :data:`SCHEMES`.
+            head_size: channels per head.
+            unit_size: tokens per unit.
+            key_group_size: tokens per key scale; None takes the scheme's default, at most
+                `unit_size`.
+
+        Raises:
+            ValueError: as :class:`Format`.
+
+        """
+        if key_group_size is None:
+            scheme = SCHEMES.get(name)
+            default = scheme.default_key_group_size if scheme else None
+            key_group_size = min(default or unit_size, unit_size)
+        return cls(name, head_size, unit_size, key_group_size)
+
+    @property
+    def scheme(self) -> Scheme:
+        return SCHEMES[self.name]
+
+    @property
+    def key_bits(self) -> int:
+        return self.scheme.key_bits
+
+    @property
+    def value_bits(self) -> int:
+        return self.scheme.value_bits
+
+    @property
+    def anchor(self) -> bool:
+        return self.scheme.anchor
+
+    @property
+    def rotate_values(self) -> bool:
+        return self.scheme.rotate_values
+
+    # --- one blob: `key_group_size` tokens -------------------------------------------------
+
+    @property
+    def num_blobs(self) -> int:
+        return self.unit_size // self.key_group_size
+
+    @property
+    def key_codes_bytes(self) -> int:
+        return self.key_group_size * self.head_size * self.key_bits // 8
+
+    @property
+    def value_codes_bytes(self) -> int:
+        return self.head_size * self.key_group_size * self.value_bits // 8
+
+    @property
+    def key_meta_bytes(self) -> int:
+        return self.head_size * _META_BYTES
+
+    @property
+    def value_meta_bytes(self) -> int:
+        return self.key_group_size * _META_BYTES
+
+    @property
+    def key_codes_offset(self) -> int:
+        """Offset in the blob, as the other three."""
+        return 0
+
+    @property
+    def value_codes_offset(self) -> int:
+        return self.key_codes_offset + self.key_codes_bytes
+
+    @property
+    def key_meta_offset(self) -> int:
+        return self.value_codes_offset + self.value_codes_bytes
+
+    @property
+    def value_meta_offset(self) -> int:
+        return self.key_meta_offset + self.key_meta_bytes
+
+    @property
+    def blob_bytes(self) -> int:
+        return self.value_meta_offset + self.value_meta_bytes
+
+    # --- the rest of the record ------------------------------------------------------------
+
+    @property
+    def anchor_codes_offset(self) -> int:
+        """Offset in the record, as the next two. Only formats with an anchor have them."""
+        return self.num_blobs * self.blob_bytes
+
+    @property
+    def anchor_meta_offset(self) -> int:
+        return self.anchor_codes_offset + self.head_size
+
+    @property
+    def anchor_flag_offset(self) -> int:
+        return self.anchor_meta_offset + _META_BYTES
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of a record without its padding."""
+        return self.anchor_flag_offset + 1 if self.anchor else self.anchor_codes_offset
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of cache per token and kv head, keys and values together."""
+        return -(-self.content_bytes // self.unit_size)
+
+    @property
+    def record_bytes(self) -> int:
+        return self.bytes_per_token * self.unit_size
+
+    def with_head_size(self, head_size: int) -> Format:
+        return dataclasses.replace(self, head_size=head_size)
+
+
+def supports_head_size(head_size: int) -> bool:
+    return 0 < head_size <= MAX_HEAD_SIZE and head_size % HEAD_SIZE_MULTIPLE == 0
+
+
+@lru_cache(maxsize=64)
+def hadamard(head_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return the orthonormal rotation applied to values, fp32 ``[head_size, head_size]``.
+
+    Sylvester's Hadamard matrix, symmetric and its own inverse; block-diagonal over the powers
+    of two that sum to `head_size`, largest first, where that is no power of two
+    (96 = 64 + 32).
+    """
+    blocks = []
+    rest = head_size
+    while rest:
+        size = 1 << (rest.bit_length() - 1)
+        block = torch.ones(1, 1)
+        while block.shape[0] < size:
+            block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)], 0)
+        blocks.append(block * size**-0.5)
+        rest -= size
+    return torch.block_diag(*blocks).to(device)
