@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,14 @@ class LayerCache:
     ring: torch.Tensor
     ring_table: torch.Tensor
     ring_capacity: int
+
+    def requests(self, start: int, end: int | None) -> LayerCache:
+        """Return the same cache with the block tables of requests [start, end)."""
+        return dataclasses.replace(
+            self,
+            block_table=self.block_table[start:end],
+            ring_table=self.ring_table[start:end],
+        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,356 @@
+"""vLLM's attention backend for kvq caches: specs, metadata, and the impl that runs the kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, LayerCache
+from kvq_kernels.dispatch import select_kernels
+from kvq_kernels.formats import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE, UNIT_SIZES
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from kvq_vllm.checks import OUR_BACKEND
+from kvq_vllm.config import KVQConfig, KVQConfigError
+from kvq_vllm.residual import LAYER_SUFFIX, ResidualLayer
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+@dataclass(frozen=True)
+class KVQMetadata:
+    """One step's batch, for one KV cache group.
+
+    Attributes:
+        requests: all requests.
+        decodes: the first `num_decodes`, with few new tokens each, or None.
+        prefills: the others, or None.
+        num_decodes: where the two part.
+        block_table: int32 ``[num_requests, max_blocks]``, of this group.
+
+    """
+
+    requests: Batch
+    decodes: Batch | None
+    prefills: Batch | None
+    num_decodes: int
+    block_table: torch.Tensor
+
+
+class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
+    """Builds the metadata of the pages' group and of the ring's group alike."""
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # One new token and the speculative ones count as decode; the runner sorts them first.
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> KVQMetadata:
+        common = common_attn_metadata
+        num_decodes, num_prefills, _, _ = split_decodes_and_prefills(
+            common, decode_threshold=self.reorder_batch_threshold
+        )
+        starts, lens = common.query_start_loc, common.seq_lens
+        return KVQMetadata(
+            requests=Batch(starts, lens),
+            decodes=Batch(starts[: num_decodes + 1], lens[:num_decodes]) if num_decodes else None,
+            prefills=Batch(starts[num_decodes:], lens[num_decodes:]) if num_prefills else None,
+            num_decodes=num_decodes,
+            block_table=common.block_table_tensor,
+        )
+
+
+class KVQBackend(AttentionBackend):
+    """What vLLM asks about layers with a kvq dtype.
+
+    Routing only knows the dtype, so it hands out this class. Once a layer's format is fixed,
+    the layer gets a subclass that knows it: :func:`backend_for`.
+    """
+
+    fmt: ClassVar[Format | None] = None
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(SCHEMES)
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_name() -> str:
+        return OUR_BACKEND
+
+    @staticmethod
+    def get_impl_cls() -> type[KVQImpl]:
+        return KVQImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[KVQMetadataBuilder]:
+        return KVQMetadataBuilder
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[MultipleOf]:
+        """Keep pages whole: they hold records of whole units."""
+        return [MultipleOf(cls.fmt.unit_size if cls.fmt else min(UNIT_SIZES))]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(range(HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE + 1, HEAD_SIZE_MULTIPLE))
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Layouts that keep a page contiguous; the first wastes nothing next to other pages."""
+        return (KVCacheLayout.BLHNC, KVCacheLayout.LBHNC)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Put the packed size in the spec.
+
+        vLLM also asks for the size of unquantised layers here; those have a float dtype.
+        """
+        if cls.fmt is None or spec.dtype != torch.uint8 or spec.state_content_bytes is not None:
+            return spec
+        return dataclasses.replace(spec, state_content_bytes=cls.fmt.bytes_per_token)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True  # a checkpoint may bring fp8 scales; ours are computed per unit instead
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return True  # which ones is decided in checks.py
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # decodes and prefills are told apart by the lengths on the host
+
+
+class ResidualBackend(KVQBackend):
+    """What vLLM asks about the companion layers: the same metadata, any block size."""
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[MultipleOf]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        return spec
+
+
+@lru_cache(maxsize=64)
+def backend_for(fmt: Format) -> type[KVQBackend]:
+    """Return the backend class of layers with this format."""
+    return type("KVQBackend", (KVQBackend,), {"fmt": fmt})
+
+
+def check_layer(selector_config: Any, device_capability: Any) -> None:
+    """Check one layer as vLLM is about to construct it, with vLLM's own words.
+
+    Raises:
+        KVQConfigError: when a kvq cache cannot serve the layer.
+
+    """
+    config = KVQConfig.parse(get_current_vllm_config().additional_config)
+    fmt = config.format(selector_config.kv_cache_dtype, selector_config.head_size)
+    reasons = backend_for(fmt).validate_configuration(
+        device_capability=device_capability, **selector_config._asdict()
+    )
+    if reasons:
+        raise KVQConfigError(
+            f"--kv-cache-dtype {fmt.name} does not support a layer of this model "
+            f"({'; '.join(reasons)}): use --kv-cache-dtype auto."
+        )
+
+
+class KVQImpl(AttentionImpl[KVQMetadata]):
+    """Runs one attention layer on a kvq cache."""
+
+    supports_pcp = False
+    supports_dcp = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Take vLLM's parameters of one layer.
+
+        Raises:
+            KVQConfigError: for a layer that reads another layer's cache.
+
+        """
+        if kv_sharing_target_layer_name is not None:
+            raise KVQConfigError(
+                f"--kv-cache-dtype {kv_cache_dtype} does not support layers that share another "
+                "layer's KV cache yet: use --kv-cache-dtype auto for this model."
+            )
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.alibi_slopes = alibi_slopes
+        self.sinks = sinks
+        self.params = AttentionParams(
+            scale=self.scale,
+            soft_cap=logits_soft_cap or None,
+            sliding_window=sliding_window,
+        )
+        self.vllm_config = get_current_vllm_config()
+        config = KVQConfig.parse(self.vllm_config.additional_config)
+        self.fmt = config.format(kv_cache_dtype, head_size)
+        self.residual_name: str | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Find the layer this impl belongs to and give it its companion.
+
+        It is the one moment after all layers exist and before vLLM asks for cache specs. It
+        comes again when weights are reloaded; the companion, and its cache, then stay.
+        """
+        layers = self.vllm_config.compilation_config.static_forward_context
+        name = next(name for name, layer in layers.items() if getattr(layer, "impl", None) is self)
+        layer = layers[name]
+        _check_attention_class(name, layer, self.kv_cache_dtype)
+        self.residual_name = name + LAYER_SUFFIX
+        if self.residual_name not in layers:
+            layer.attn_backend = backend_for(self.fmt)
+            layers[self.residual_name] = ResidualLayer(layer, self.fmt, ResidualBackend)
+        device = layer._k_scale.device
+        self.kernels = select_kernels(device)
+        if self.kernels.__name__.endswith("reference"):
+            logger.warning_once(
+                "kvq: running the reference kernels (plain PyTorch) on %s: correct, but slow.",
+                device.type,
+            )
+        self.params = dataclasses.replace(
+            self.params,
+            sinks=self.sinks,
+            alibi_slopes=None
+            if self.alibi_slopes is None
+            else torch.tensor(self.alibi_slopes, dtype=torch.float32, device=device),
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: KVQMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Seal, write the ring, attend.
+
+        Args:
+            layer: the attention layer.
+            query: ``[num_tokens, num_heads, head_size]``; rows may be padding.
+            key: ``[num_tokens, num_kv_heads, head_size]``.
+            value: as `key`.
+            kv_cache: uint8 ``[num_blocks, num_kv_heads, block_size, bytes_per_token]``.
+            attn_metadata: of the pages' group; None in a memory profiling run.
+            output: written, shape of `query`.
+            output_scale: not supported.
+            output_block_scale: not supported.
+
+        Returns:
+            `output`.
+
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("kvq caches do not support fused output quantisation")
+        if attn_metadata is None:
+            return output.fill_(0)
+        assert self.residual_name is not None
+        residual = get_forward_context().no_compile_layers[self.residual_name]
+        cache = LayerCache(
+            fmt=self.fmt,
+            pages=kv_cache,
+            block_table=attn_metadata.block_table,
+            ring=residual.ring,
+            ring_table=_metadata_of(self.residual_name).block_table,
+            ring_capacity=residual.spec.capacity,
+        )
+        self._run(query, key, value, cache, attn_metadata, output)
+        return output
+
+    def _run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        metadata: KVQMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Run one step in the order that ``kvq_kernels.reference`` explains."""
+        kernels, num_decodes = self.kernels, metadata.num_decodes
+        kernels.seal(key, value, cache, metadata.requests)
+        if metadata.decodes is not None:
+            part = cache.requests(0, num_decodes)
+            kernels.write_ring(key, value, part, metadata.decodes)
+            kernels.decode(query, part, metadata.decodes, self.params, output)
+        if metadata.prefills is not None:
+            part = cache.requests(num_decodes, None)
+            kernels.prefill(query, key, value, part, metadata.prefills, self.params, output)
+            kernels.write_ring(key, value, part, metadata.prefills)
+
+
+def _check_attention_class(name: str, layer: Any, cache_dtype: str) -> None:
+    """Refuse layers that change what an ``Attention`` layer's cache holds."""
+    if type(layer) is not Attention or layer.head_size_v != layer.head_size:
+        raise KVQConfigError(
+            f"--kv-cache-dtype {cache_dtype} does not support layer {name} "
+            f"({type(layer).__name__}, head sizes {layer.head_size} and {layer.head_size_v}): "
+            "use --kv-cache-dtype auto for this model."
+        )
+
+
+def _metadata_of(layer_name: str) -> KVQMetadata:
+    metadata = get_forward_context().attn_metadata
+    if isinstance(metadata, list):  # as vLLM does: the first entry is the target model's
+        metadata = metadata[0]
+    return metadata[layer_name]

@@ -1,0 +1,143 @@
+"""Refusals: what a kvq cache cannot be combined with, said before the model loads.
+
+One function per subject, each raising :class:`KVQConfigError` with one sentence that names the
+option and a way out. They read vLLM's configuration objects only by public attributes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from kvq_vllm.config import OPTION, KVQConfig, KVQConfigError, is_kvq
+
+SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
+ALLOW_UNTESTED = "KVQ_ALLOW_UNTESTED_VLLM"
+
+TESTED_CONNECTORS: frozenset[str] = frozenset()
+TESTED_SPECULATION = frozenset({"ngram"})
+OUR_BACKEND = "KVQ_ATTN"
+
+
+def version_problem(vllm_version: str) -> str | None:
+    """Return why this vLLM is not supported, or None."""
+    if os.environ.get(ALLOW_UNTESTED) == "1":
+        return None
+    try:
+        version = Version(Version(vllm_version).base_version)
+    except InvalidVersion:
+        version = Version("0")
+    if version in SUPPORTED_VLLM:
+        return None
+    return (
+        f"kvq cache dtypes need vLLM {SUPPORTED_VLLM} but found {vllm_version}: install a "
+        f"supported version, use --kv-cache-dtype auto, or set {ALLOW_UNTESTED}=1 to try anyway."
+    )
+
+
+def check_config(vllm_config: Any) -> None:
+    """Check a ``VllmConfig`` whose cache dtype is one of ours.
+
+    Raises:
+        KVQConfigError: the first thing found that cannot work.
+
+    """
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    assert is_kvq(cache_dtype)
+    config = KVQConfig.parse(vllm_config.additional_config)
+    _check_model(cache_dtype, vllm_config.model_config, config)
+    _check_block_size(vllm_config.cache_config, config)
+    _check_parallel(cache_dtype, vllm_config.parallel_config)
+    _check_connectors(cache_dtype, vllm_config)
+    _check_speculation(cache_dtype, vllm_config.speculative_config)
+    _check_backend(cache_dtype, vllm_config)
+
+
+def _refuse(option: str, reason: str, way_out: str) -> None:
+    raise KVQConfigError(f"{option} {reason}: {way_out}.")
+
+
+def _check_model(cache_dtype: str, model_config: Any, config: KVQConfig) -> None:
+    if model_config is None:
+        return
+    option, auto = f"--kv-cache-dtype {cache_dtype}", "use --kv-cache-dtype auto for this model"
+    if model_config.use_mla:
+        _refuse(option, "does not support multi-head latent attention (MLA)", auto)
+    kinds = {
+        "encoder_only": "encoder-only attention, which keeps no KV cache",
+        "encoder_decoder": "encoder-decoder models (cross attention)",
+        "attention_free": "models without attention, which have no KV cache",
+        "hybrid": "hybrid models that mix attention with Mamba or linear attention yet",
+    }
+    if reason := kinds.get(model_config.attn_type):
+        _refuse(option, f"does not support {reason}", auto)
+    if model_config.attention_chunk_size is not None:
+        _refuse(option, "does not support chunked local attention", auto)
+    config.format(cache_dtype, model_config.get_head_size())
+
+
+def _check_block_size(cache_config: Any, config: KVQConfig) -> None:
+    unit = config.unit_size
+    if cache_config.user_specified_block_size and cache_config.block_size % unit:
+        _refuse(
+            f"--block-size {cache_config.block_size}",
+            f"is no multiple of the kvq unit size {unit}",
+            f'use a multiple of {unit}, leave --block-size out, or set {OPTION}["unit_size"]',
+        )
+    match_unit = cache_config.prefix_match_unit
+    if match_unit is not None and match_unit < cache_config.block_size:
+        _refuse(
+            f"--prefix-match-unit {match_unit}",
+            f"is below the block size {cache_config.block_size}, but a kvq page can only be "
+            "reused whole",
+            "leave --prefix-match-unit out",
+        )
+
+
+def _check_parallel(cache_dtype: str, parallel_config: Any) -> None:
+    for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel_config, field) > 1:
+            _refuse(
+                f"--{field.replace('_', '-')}",
+                f"above 1 is not supported with --kv-cache-dtype {cache_dtype}",
+                "set it to 1, or use --tensor-parallel-size",
+            )
+
+
+def _check_connectors(cache_dtype: str, vllm_config: Any) -> None:
+    dtype_option = f"--kv-cache-dtype {cache_dtype}"
+    if vllm_config.cache_config.kv_offloading_size is not None:
+        _refuse("--kv-offloading-size", f"is not supported with {dtype_option} yet", "leave it out")
+    transfer = vllm_config.kv_transfer_config
+    connector = getattr(transfer, "kv_connector", None)
+    if connector is not None and connector not in TESTED_CONNECTORS:
+        _refuse(
+            "--kv-transfer-config",
+            f"with connector {connector} is not known to work with {dtype_option}, whose newest "
+            "tokens lie outside the pages",
+            "leave it out, or use --kv-cache-dtype auto",
+        )
+
+
+def _check_speculation(cache_dtype: str, speculative_config: Any) -> None:
+    method = getattr(speculative_config, "method", None)
+    if method is not None and method not in TESTED_SPECULATION:
+        _refuse(
+            "--speculative-config",
+            f"with method {method} is not supported with --kv-cache-dtype {cache_dtype} yet",
+            f"use one of {', '.join(sorted(TESTED_SPECULATION))}, or --kv-cache-dtype auto",
+        )
+
+
+def _check_backend(cache_dtype: str, vllm_config: Any) -> None:
+    backend = vllm_config.attention_config.backend
+    skipped = vllm_config.cache_config.kv_cache_dtype_skip_layers  # these may use any backend
+    if backend is not None and backend.name != OUR_BACKEND and not skipped:
+        _refuse(
+            f"--attention-backend {backend.name}",
+            f"cannot read --kv-cache-dtype {cache_dtype}, which brings its own backend",
+            "leave --attention-backend out",
+        )

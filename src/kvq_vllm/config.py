@@ -1,0 +1,96 @@
+"""What users set: the cache dtype, and ``additional_config["kvq"]`` for its tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from kvq_kernels.formats import DTYPE_PREFIX, SCHEMES, Format
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+OPTION = 'additional_config["kvq"]'
+
+
+class KVQConfigError(RuntimeError):
+    """A configuration that cannot work; the message is one sentence with the way out.
+
+    Not a ValueError, because pydantic would wrap that in a report about vLLM's own classes.
+    """
+
+
+class KVQConfig(BaseModel):
+    """The options under ``--additional-config '{"kvq": {...}}'``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    unit_size: Literal[64, 128, 256] = Field(
+        128, description="Tokens sealed together; the newest up to this many stay unquantised."
+    )
+    key_group_size: Literal[32, 64, 128, 256] | None = Field(
+        None,
+        description="Tokens that share a scale per key channel; None: 64 for 4-bit keys, "
+        "else unit_size.",
+    )
+
+    @model_validator(mode="after")
+    def _group_fits_unit(self) -> KVQConfig:
+        if self.key_group_size is not None and self.key_group_size > self.unit_size:
+            raise ValueError(
+                f"key_group_size ({self.key_group_size}) must not exceed "
+                f"unit_size ({self.unit_size})"
+            )
+        return self
+
+    @classmethod
+    def parse(cls, additional_config: Any) -> KVQConfig:
+        """Read the "kvq" entry of vLLM's ``additional_config``.
+
+        Raises:
+            KVQConfigError: an unknown key or a value that is not allowed.
+
+        """
+        options = additional_config.get("kvq") if isinstance(additional_config, Mapping) else None
+        try:
+            return cls.model_validate({} if options is None else options)
+        except ValidationError as error:
+            raise KVQConfigError(_describe(error)) from None
+
+    def format(self, cache_dtype: str, head_size: int) -> Format:
+        """Return the format of a layer with `head_size`.
+
+        Raises:
+            KVQConfigError: an unknown dtype or a head size without kernels.
+
+        """
+        try:
+            return Format.create(cache_dtype, head_size, self.unit_size, self.key_group_size)
+        except ValueError as error:
+            raise KVQConfigError(
+                f"--kv-cache-dtype {cache_dtype} cannot be used: {error} "
+                "Use --kv-cache-dtype auto for this model."
+            ) from None
+
+
+def is_kvq(cache_dtype: str | None) -> bool:
+    """Whether a cache dtype is one of ours, by name."""
+    return cache_dtype is not None and cache_dtype.startswith(DTYPE_PREFIX)
+
+
+def dtype_names() -> tuple[str, ...]:
+    return tuple(SCHEMES)
+
+
+def _describe(error: ValidationError) -> str:
+    """Turn pydantic's report into one sentence."""
+    allowed = ", ".join(KVQConfig.model_fields)
+    problems = []
+    for item in error.errors():
+        name = ".".join(map(str, item["loc"]))
+        if item["type"] == "extra_forbidden":
+            problems.append(f"unknown key {name!r}")
+        elif item["type"] == "literal_error":
+            problems.append(f"{name} is {item['input']!r} but must be {item['ctx']['expected']}")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            problems.append(f"{name}: {message}" if name else message)
+    return f"{OPTION} is not valid: {'; '.join(problems)} (allowed keys: {allowed})."

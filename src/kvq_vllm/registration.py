@@ -1,0 +1,159 @@
+"""Everything that touches vLLM's registries, per vLLM version.
+
+What it relies on, beyond public names, is listed in ``tests/vllm/test_contract.py``.
+Every function may be called any number of times.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvq_vllm.checks import OUR_BACKEND, check_config
+from kvq_vllm.config import KVQConfig, KVQConfigError, dtype_names, is_kvq
+
+BACKEND_PATH = "kvq_vllm.backend.KVQBackend"
+
+
+def register_dtypes() -> None:
+    """Add our names to what ``--kv-cache-dtype`` and ``kv_cache_dtype=`` accept."""
+    import vllm.config.cache as cache
+
+    if hasattr(cache, "register_kv_cache_dtype"):
+        _register_handlers(cache)
+    else:
+        _extend_literal(cache)
+
+
+def _register_handlers(cache: Any) -> None:
+    """vLLM 0.33 and later: the registry made for this."""
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    class Handler:
+        name: str
+
+        def torch_dtype(self) -> torch.dtype:
+            return torch.uint8
+
+        def quant_mode(self) -> KVQuantMode:
+            # Scales are part of the page: vLLM has none to load, apply or warn about.
+            return KVQuantMode.NONE
+
+    for name in dtype_names():
+        if not cache.is_known_kv_cache_dtype(name):
+            cache.register_kv_cache_dtype(name)(type("Handler", (Handler,), {"name": name}))
+
+
+def _extend_literal(cache: Any) -> None:
+    """vLLM 0.32: the names are a closed Literal, compiled into pydantic validators.
+
+    The Literal object is shared by every module that imported it, so it is extended in place;
+    then the classes whose validators embed it are rebuilt, innermost first.
+    """
+    import vllm.config
+    from pydantic.dataclasses import rebuild_dataclass
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+
+    known = cache.CacheDType.__args__
+    new = tuple(name for name in dtype_names() if name not in known)
+    if not new:
+        return
+    STR_DTYPE_TO_TORCH_DTYPE.update(dict.fromkeys(new, torch.uint8))
+    cache.CacheDType.__args__ = (*known, *new)
+    for config_class in (
+        cache.CacheConfig,
+        vllm.config.SpeculativeConfig,
+        vllm.config.VllmConfig,
+    ):
+        rebuild_dataclass(config_class, force=True)
+    if arg_utils := sys.modules.get("vllm.engine.arg_utils"):
+        arg_utils._compute_kwargs.cache_clear()  # the choices of the command line
+
+
+def register_routing() -> None:
+    """Send layers with a kvq dtype to our backend, and no others."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import register_backend
+
+    register_backend(OUR_BACKEND, BACKEND_PATH)
+
+    def route(original: Callable[..., str]) -> Callable[..., str]:
+        def get_attn_backend_cls(
+            cls: type, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
+        ) -> str:
+            if is_kvq(attn_selector_config.kv_cache_dtype):
+                from kvq_vllm.backend import check_layer
+
+                check_layer(attn_selector_config, current_platform.get_device_capability())
+                return BACKEND_PATH
+            return original(cls, selected_backend, attn_selector_config, *args, **kwargs)
+
+        return get_attn_backend_cls
+
+    _wrap_classmethod(type(current_platform), "get_attn_backend_cls", route)
+
+
+def register_config_check() -> None:
+    """Check every ``VllmConfig`` as it is made, before anything loads."""
+    from vllm.platforms import current_platform
+
+    def check(original: Callable[..., None]) -> Callable[..., None]:
+        def check_and_update_config(cls: type, vllm_config: Any) -> None:
+            original(cls, vllm_config)
+            cache_config = vllm_config.cache_config
+            if cache_config is not None and is_kvq(cache_config.cache_dtype):
+                check_config(vllm_config)
+                _default_block_size(vllm_config)
+
+        return check_and_update_config
+
+    _wrap_classmethod(type(current_platform), "check_and_update_config", check)
+
+
+def _default_block_size(vllm_config: Any) -> None:
+    """Where the user chose no block size, make it hold whole units."""
+    cache_config = vllm_config.cache_config
+    unit_size = KVQConfig.parse(vllm_config.additional_config).unit_size
+    if cache_config.block_size % unit_size:
+        cache_config.block_size = unit_size
+
+
+def refuse_dtypes(reason: str) -> None:
+    """Fail with `reason` as soon as someone chooses a kvq dtype.
+
+    Raises:
+        KVQConfigError: at once, when this process's command line already asks for one; vLLM's
+            own argument parser would call the name unknown and say nothing else.
+
+    """
+    import vllm.config
+
+    if any(is_kvq(arg.rpartition("=")[2]) for arg in sys.argv):
+        raise KVQConfigError(reason)
+    config_class = vllm.config.CacheConfig
+    original = config_class.__init__
+    if getattr(original, "_kvq", False):
+        return
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if is_kvq(kwargs.get("cache_dtype")):
+            raise KVQConfigError(reason)
+        original(self, *args, **kwargs)
+
+    init._kvq = True  # type: ignore[attr-defined]
+    config_class.__init__ = init
+
+
+def _wrap_classmethod(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Replace a classmethod by ``wrap(its function)``, once."""
+    function = getattr(owner, name).__func__
+    if getattr(function, "_kvq", False):
+        return
+    wrapped = functools.wraps(function)(wrap(function))
+    wrapped._kvq = True
+    setattr(owner, name, classmethod(wrapped))
