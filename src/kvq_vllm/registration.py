@@ -7,6 +7,7 @@ Every function may be called any number of times.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,11 @@ from typing import Any
 import torch
 
 from kvq_vllm.checks import OUR_BACKEND, check_config
-from kvq_vllm.config import KVQConfig, KVQConfigError, dtype_names, is_kvq
+from kvq_vllm.config import OPTION, KVQConfig, KVQConfigError, dtype_names, is_kvq
 
+logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's logger, which prints it
+
+UNUSED_OPTIONS = f"{OPTION} has no effect: --kv-cache-dtype is not one of {dtype_names()}."
 BACKEND_PATH = "kvq_vllm.backend.KVQBackend"
 
 
@@ -77,9 +81,10 @@ def _extend_literal(cache: Any) -> None:
 def register_routing() -> None:
     """Send layers with a kvq dtype to our backend, and no others."""
     from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import register_backend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(OUR_BACKEND, BACKEND_PATH)
+    if OUR_BACKEND not in AttentionBackendEnum.__members__:
+        register_backend(OUR_BACKEND, BACKEND_PATH)
 
     def route(original: Callable[..., str]) -> Callable[..., str]:
         def get_attn_backend_cls(
@@ -104,10 +109,11 @@ def register_config_check() -> None:
     def check(original: Callable[..., None]) -> Callable[..., None]:
         def check_and_update_config(cls: type, vllm_config: Any) -> None:
             original(cls, vllm_config)
-            cache_config = vllm_config.cache_config
-            if cache_config is not None and is_kvq(cache_config.cache_dtype):
+            if is_kvq(vllm_config.cache_config.cache_dtype):
                 check_config(vllm_config)
                 _default_block_size(vllm_config)
+            elif "kvq" in (vllm_config.additional_config or ()):
+                logger.warning(UNUSED_OPTIONS)
 
         return check_and_update_config
 

@@ -50,16 +50,45 @@ def generate(
     llm: Any, prompts: Sequence[list[int]], max_tokens: int
 ) -> list[list[int]]:
     """Greedy continuations of token prompts, `max_tokens` each."""
+    return generate_with_logprobs(llm, prompts, max_tokens)[0]
+
+
+def generate_with_logprobs(
+    llm: Any, prompts: Sequence[list[int]], max_tokens: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """As :func:`generate`, with the log probability of every token."""
     from vllm import SamplingParams
 
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
         SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=0
         ),
         use_tqdm=False,
     )
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    completions = [output.outputs[0] for output in outputs]
+    tokens = [list(completion.token_ids) for completion in completions]
+    logprobs = [
+        [step[token].logprob for token, step in zip(completion.token_ids, completion.logprobs)]
+        for completion in completions
+    ]
+    return tokens, logprobs
+
+
+def poison_cache(monkeypatch: Any) -> None:
+    """Fill the KV cache of engines started from now on with 0xFF: NaN in every float format."""
+    import torch
+    from vllm.v1.worker import gpu_model_runner
+
+    allocate = gpu_model_runner.allocate_kv_cache
+
+    def allocate_poisoned(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        caches = allocate(*args, **kwargs)
+        for storage in {id(s := c.untyped_storage()): s for c in caches.values()}.values():
+            storage.fill_(0xFF)
+        return caches
+
+    monkeypatch.setattr(gpu_model_runner, "allocate_kv_cache", allocate_poisoned)
 
 
 def metric(llm: Any, name: str) -> int:

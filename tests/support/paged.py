@@ -127,9 +127,13 @@ def random_sequence(
     )
 
 
-def attend_by_the_rule(sequence: Sequence, fmt: Format, params: AttentionParams) -> torch.Tensor:
-    """Dense attention where a query sees all units before its own quantised."""
+def attend_by_the_rule(
+    sequence: Sequence, fmt: Format | None, params: AttentionParams
+) -> torch.Tensor:
+    """Dense attention where a query sees all units before its own quantised, if at all."""
     key, value = sequence.key.float(), sequence.value.float()
+    if fmt is None:
+        return reference.attention(sequence.query, key, value, params, 0, 0)
     sealed_key, sealed_value = reference.fake_quantise(sequence.key, sequence.value, fmt)
     out = torch.empty_like(sequence.query, dtype=torch.float32)
     for start in range(0, len(key), fmt.unit_size):

@@ -1,0 +1,48 @@
+"""``additional_config["kvq"]``."""
+
+import pytest
+from kvq_vllm.config import KVQConfig, KVQConfigError, is_kvq
+
+
+def test_defaults() -> None:
+    for additional_config in (None, {}, {"other": 1}, {"kvq": None}, {"kvq": {}}):
+        config = KVQConfig.parse(additional_config)
+        assert config.unit_size == 128
+        assert config.key_group_size is None
+
+
+def test_values_reach_the_format() -> None:
+    config = KVQConfig.parse({"kvq": {"unit_size": 256, "key_group_size": 32}})
+    fmt = config.format("kvq-int4", 96)
+    assert (fmt.head_size, fmt.unit_size, fmt.key_group_size) == (96, 256, 32)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"unit": 64}, "unknown key 'unit' .*allowed keys: unit_size, key_group_size"),
+        ({"unit_size": 100}, "unit_size is 100 but must be 64, 128 or 256"),
+        ({"unit_size": "big"}, "unit_size is 'big' but must be 64, 128 or 256"),
+        ({"key_group_size": 48}, "key_group_size is 48 but must be 32, 64, 128 or 256"),
+        ({"unit_size": 64, "key_group_size": 128}, "key_group_size .128. must not exceed unit"),
+        ([1, 2], "not valid"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_in_one_sentence(options: object, message: str) -> None:
+    with pytest.raises(KVQConfigError, match=message) as error:
+        KVQConfig.parse({"kvq": options})
+    text = str(error.value)
+    assert text.startswith('additional_config["kvq"] is not valid: ')
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("head_size", [8, 72, 512])
+def test_unsupported_head_size(head_size: int) -> None:
+    with pytest.raises(KVQConfigError, match=f"head size {head_size}.*--kv-cache-dtype auto"):
+        KVQConfig().format("kvq-int4", head_size)
+
+
+def test_is_kvq() -> None:
+    assert is_kvq("kvq-int4")
+    assert not any(map(is_kvq, (None, "auto", "fp8", "int4_per_token_head")))

@@ -1,0 +1,224 @@
+"""What cannot work is refused when vLLM makes its configuration, before the model loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvq_vllm import checks, registration
+from kvq_vllm.config import KVQConfigError
+from support import models
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+def create_config(model: Path, **options: Any) -> Any:
+    """Make the configuration of an engine, as ``LLM`` and ``vllm serve`` do first."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    defaults = {"kv_cache_dtype": "kvq-int4", "skip_tokenizer_init": True, "dtype": "float32"}
+    return EngineArgs(model=str(model), **(defaults | options)).create_engine_config()
+
+
+def assert_refused(model: Path, message: str, **options: Any) -> None:
+    with pytest.raises(KVQConfigError, match=message) as error:
+        create_config(model, **options)
+    text = str(error.value)
+    assert "\n" not in text
+    assert text.endswith(".")
+
+
+def test_a_plain_configuration_is_accepted(llama: Path) -> None:
+    config = create_config(llama)
+    assert config.cache_config.cache_dtype == "kvq-int4"
+    assert config.cache_config.block_size % 128 == 0
+
+
+@pytest.mark.parametrize("unit_size", [64, 128, 256])
+def test_default_block_size_holds_whole_units(llama: Path, unit_size: int) -> None:
+    config = create_config(llama, additional_config={"kvq": {"unit_size": unit_size}})
+    assert config.cache_config.block_size % unit_size == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 64}, "--block-size 64 is no multiple of the kvq unit size 128: use a"),
+        ({"block_size": 192}, "--block-size 192 is no multiple"),
+        ({"prefix_match_unit": 64}, "--prefix-match-unit 64 is below the block size 128"),
+        ({"additional_config": {"kvq": {"bits": 4}}}, "unknown key 'bits'"),
+        ({"additional_config": {"kvq": {"unit_size": 96}}}, "unit_size is 96 but must be"),
+        ({"kv_offloading_size": 1.0}, "--kv-offloading-size is not supported .*: leave it out"),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "--kv-transfer-config with connector ExampleConnector is not known to work",
+        ),
+        (
+            {"attention_backend": "CPU_ATTN"},
+            "--attention-backend CPU_ATTN cannot read --kv-cache-dtype kvq-int4",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_options(llama: Path, options: dict[str, Any], message: str) -> None:
+    if "kv_transfer_config" in options:
+        from vllm.config import KVTransferConfig
+
+        options = {"kv_transfer_config": KVTransferConfig(**options["kv_transfer_config"])}
+    assert_refused(llama, message, **options)
+
+
+def test_head_size(tmp_path: Path) -> None:
+    model = models.tiny_llama(tmp_path, head_dim=72)
+    assert_refused(model, "head size 72: it must be a multiple of 16 up to 256.*auto")
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    from transformers import DeepseekV3Config
+
+    DeepseekV3Config(
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        architectures=["DeepseekV3ForCausalLM"],
+    ).save_pretrained(tmp_path)
+    assert_refused(tmp_path, r"does not support multi-head latent attention \(MLA\): use")
+
+
+def test_encoder_only_attention(tmp_path: Path) -> None:
+    from transformers import BertConfig
+
+    BertConfig(
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        architectures=["BertModel"],
+    ).save_pretrained(tmp_path)
+    assert_refused(tmp_path, "does not support encoder-only attention")
+
+
+def test_cross_attention(tmp_path: Path) -> None:
+    from transformers import WhisperConfig
+
+    WhisperConfig(
+        d_model=64,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=1,
+        decoder_attention_heads=1,
+        architectures=["WhisperForConditionalGeneration"],
+    ).save_pretrained(tmp_path)
+    assert_refused(tmp_path, r"does not support encoder-decoder models \(cross attention\)")
+
+
+def test_mixed_mamba_models(tmp_path: Path) -> None:
+    from transformers import BambaConfig
+
+    BambaConfig(
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        attn_layer_indices=[1],
+        architectures=["BambaForCausalLM"],
+    ).save_pretrained(tmp_path)
+    assert_refused(tmp_path, "does not support hybrid models")
+
+
+class _Anything:
+    """Attributes of a configuration that vLLM itself refuses on this platform."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+@pytest.mark.parametrize("field", ["decode", "prefill"])
+def test_context_parallel(field: str) -> None:
+    sizes = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+    sizes[f"{field}_context_parallel_size"] = 2
+    with pytest.raises(KVQConfigError, match=f"--{field}-context-parallel-size above 1 is not"):
+        checks._check_parallel("kvq-int4", _Anything(**sizes))
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model", "suffix"])
+def test_speculation_with_a_drafter(method: str) -> None:
+    with pytest.raises(KVQConfigError, match=f"method {method} is not supported.*use one of ngram"):
+        checks._check_speculation("kvq-int4", _Anything(method=method))
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0", "0.34.0rc1+cpu", "nonsense"])
+def test_versions_outside_the_range(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = checks.version_problem(version)
+    assert problem is not None
+    assert "<0.34" in problem
+    assert f"found {version}: install a supported version" in problem
+    monkeypatch.setenv(checks.ALLOW_UNTESTED, "1")
+    assert checks.version_problem(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0", "0.33.1rc2", "0.33.0.dev5"])
+def test_versions_inside_the_range(version: str) -> None:
+    assert checks.version_problem(version) is None
+
+
+_WITH_OTHER_VERSION = """
+import sys, vllm
+vllm.__version__ = "0.99.0"
+from vllm.engine.arg_utils import EngineArgs
+EngineArgs(model=sys.argv[1], kv_cache_dtype=sys.argv[2]).create_engine_config()
+print("accepted")
+"""
+
+
+@pytest.mark.parametrize("name", ["kvq-int4", "auto"])
+def test_unsupported_vllm_only_matters_to_those_who_use_us(llama: Path, name: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", _WITH_OTHER_VERSION, str(llama), name],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if name == "auto":
+        assert result.returncode == 0, result.stderr
+        assert "accepted" in result.stdout
+    else:
+        last = result.stderr.strip().splitlines()[-1]
+        assert "KVQConfigError: kvq cache dtypes need vLLM" in last
+        assert "found 0.99.0" in last
+
+
+def test_unknown_kvq_dtype(llama: Path) -> None:
+    with pytest.raises(Exception, match="kvq-int4") as error:
+        create_config(llama, kv_cache_dtype="kvq-int3")
+    assert "kvq-int3" in str(error.value)
+
+
+def test_registration_may_happen_again(llama: Path) -> None:
+    from kvq_vllm.plugin import register
+
+    register()
+    register()
+    from vllm.platforms import current_platform
+
+    wrapped = type(current_platform).get_attn_backend_cls.__func__
+    assert wrapped._kvq
+    assert not getattr(wrapped.__wrapped__, "_kvq", False)
+    assert create_config(llama, kv_cache_dtype="kvq-int8")
+
+
+def test_options_without_a_kvq_dtype_are_not_ignored_silently(
+    llama: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration.logger.parent, "propagate", True)
+    config = create_config(
+        llama, kv_cache_dtype="auto", additional_config={"kvq": {"unit_size": 64}}
+    )
+    assert config.cache_config.cache_dtype == "auto"
+    assert registration.UNUSED_OPTIONS in caplog.text

@@ -1,0 +1,105 @@
+"""Models for engine tests: the real one from `make setup`, and tiny random ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tools.setup_env import CORPUS, MODEL
+
+TINY_VOCABULARY = 512
+
+
+def smollm2() -> Path:
+    """Folder of SmolLM2-135M-Instruct: 30 layers, 9 query and 3 kv heads of size 64."""
+    return MODEL
+
+
+def corpus_tokens(count: int) -> list[int]:
+    """The first tokens of the news corpus, for SmolLM2."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    text = CORPUS.read_text(encoding="utf-8")[: 8 * count]
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    assert len(tokens) >= count
+    return tokens[:count]
+
+
+def tiny_llama(folder: Path, **overrides: Any) -> Path:
+    """Save a random Llama: 3 layers, 4 query and 2 kv heads of size 64."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return _save(folder, LlamaForCausalLM, LlamaConfig(**(_sizes() | overrides)))
+
+
+def tiny_gemma3(folder: Path, **overrides: Any) -> Path:
+    """Save a random Gemma 3: two layers with a window of 80 to one that sees everything."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        **(
+            _sizes()
+            | {
+                "num_hidden_layers": 6,
+                "sliding_window": 80,
+                "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+                "query_pre_attn_scalar": 64,
+            }
+            | overrides
+        )
+    )
+    return _save(folder, Gemma3ForCausalLM, config)
+
+
+def tiny_gemma2(folder: Path, **overrides: Any) -> Path:
+    """Save a random Gemma 2: soft-capped logits, head size 256, alternating windows of 100."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        **(
+            _sizes()
+            | {
+                "num_hidden_layers": 4,
+                "head_dim": 256,
+                "sliding_window": 100,
+                "attn_logit_softcapping": 5.0,
+                "final_logit_softcapping": 30.0,
+                "query_pre_attn_scalar": 256,
+            }
+            | overrides
+        )
+    )
+    return _save(folder, Gemma2ForCausalLM, config)
+
+
+def tiny_qwen3(folder: Path, **overrides: Any) -> Path:
+    """Save a random Qwen 3: normalised queries and keys, head size 96."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return _save(folder, Qwen3ForCausalLM, Qwen3Config(**(_sizes() | {"head_dim": 96} | overrides)))
+
+
+def _sizes() -> dict[str, Any]:
+    return {
+        "vocab_size": TINY_VOCABULARY,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,  # large enough for attention to matter to the logits
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+
+
+def _save(folder: Path, model_class: Any, config: Any) -> Path:
+    torch.manual_seed(0)
+    model_class(config).to(torch.float32).save_pretrained(folder)
+    return folder
