@@ -65,7 +65,6 @@ def test_model_equals_the_dense_reference(
         {"enable_prefix_caching": True},
         {"max_num_batched_tokens": 64, "max_num_seqs": 16},
         {"disable_hybrid_kv_cache_manager": True},
-        {"max_model_len": 512, "num_gpu_blocks_override": 48},
         {"poisoned": True},
     ],
     ids=lambda options: next(iter(options)),
@@ -82,10 +81,26 @@ def test_sliding_windows_whatever_the_engine_does(
         for _ in range(2):  # the second time with prefix hits, where that is on
             tokens = engines.generate(llm, prompts(), NEW_TOKENS)
             assert mismatches(gemma3, Format.create("kvq-int4", 64), tokens) == 0
-        if "num_gpu_blocks_override" in options:
-            assert engines.metric(llm, "vllm:num_preemptions") > 0
         if "enable_prefix_caching" in options:
             assert engines.metric(llm, "vllm:prefix_cache_hits") > 0
+
+
+def test_sliding_windows_preempted(gemma3: Path) -> None:
+    """Four requests fit while each layer has one page of them, and not when it has two."""
+    inputs = [prompt[:n] for prompt, n in zip(prompts()[4:], (110, 115, 120, 127), strict=True)]
+    layer_groups = 3  # two layers each: full attention, and twice sliding windows
+    pages_and_ring = layer_groups * (1 + 8)
+    with engines.engine(
+        gemma3,
+        kv_cache_dtype="kvq-int4",
+        skip_tokenizer_init=True,
+        max_model_len=512,
+        num_gpu_blocks_override=4 * pages_and_ring + 4,
+    ) as llm:
+        tokens = engines.generate(llm, inputs, NEW_TOKENS)
+        assert engines.metric(llm, "vllm:num_preemptions") > 0
+    reference = DenseModel(gemma3, Format.create("kvq-int4", 64))
+    assert reference.judge(inputs, tokens).mismatches == 0
 
 
 @pytest.mark.parametrize("skipped", [["0"], ["2"], ["0", "1"]], ids=" ".join)
@@ -109,9 +124,11 @@ def test_compiled(llama: Path) -> None:
     assert run(llama, "kvq-int4", enforce_eager=False) == eager
 
 
-def test_tensor_parallel(llama: Path) -> None:
-    alone = run(llama, "kvq-int4")
-    assert run(llama, "kvq-int4", tensor_parallel_size=2) == alone
+def test_tensor_parallel(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two workers on one NUMA node
+    tokens = run(llama, "kvq-int4", tensor_parallel_size=2)
+    assert mismatches(llama, Format.create("kvq-int4", 64), tokens) == 0
+    assert mismatches(llama, None, tokens) > 0
 
 
 def test_bfloat16_runs_the_same_chunked_or_not(llama: Path) -> None:

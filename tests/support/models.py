@@ -67,11 +67,13 @@ def tiny_gemma2(folder: Path, **overrides: Any) -> Path:
                 "attn_logit_softcapping": 5.0,
                 "final_logit_softcapping": 30.0,
                 "query_pre_attn_scalar": 256,
+                "tie_word_embeddings": True,  # all that vLLM loads
             }
             | overrides
         )
     )
-    return _save(folder, Gemma2ForCausalLM, config)
+    # With tied embeddings of this size, the model would only repeat its last token.
+    return _save(folder, Gemma2ForCausalLM, config, embedding_scale=0.02)
 
 
 def tiny_qwen3(folder: Path, **overrides: Any) -> Path:
@@ -99,7 +101,9 @@ def _sizes() -> dict[str, Any]:
     }
 
 
-def _save(folder: Path, model_class: Any, config: Any) -> Path:
+def _save(folder: Path, model_class: Any, config: Any, embedding_scale: float = 1.0) -> Path:
     torch.manual_seed(0)
-    model_class(config).to(torch.float32).save_pretrained(folder)
+    model = model_class(config).to(torch.float32)
+    model.get_input_embeddings().weight.data *= embedding_scale
+    model.save_pretrained(folder)
     return folder
