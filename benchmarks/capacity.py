@@ -105,12 +105,13 @@ def engine_capacity(cache_dtype: str) -> Capacity:
 def planned_capacity(cache_dtype: str, shape: Shape, max_model_len: int, memory: int) -> Capacity:
     """Ask vLLM's planner, with the specs that the layers of such a model hand it."""
     import torch
-    from kvq_vllm.backend import backend_for
-    from kvq_vllm.config import KVQConfig, is_kvq
-    from kvq_vllm.residual import LAYER_SUFFIX, residual_spec
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+
+    from kvq_vllm.backend import backend_for
+    from kvq_vllm.config import KVQConfig, is_kvq
+    from kvq_vllm.residual import LAYER_SUFFIX, residual_spec
 
     with tempfile.TemporaryDirectory() as folder:
         write_model_config(Path(folder), shape)

@@ -7,8 +7,8 @@ Scores windows of news text with ``prompt_logprobs``. By the rule that decides w
 are read quantised, a prompt token sees exactly what a decoded token at its position would see.
 
 The KL divergence to ``--kv-cache-dtype auto`` is taken over the tokens that both runs report
-among their most likely ones, and all others as one: a lower bound, about 4% below the divergence over the whole
-vocabulary.
+among their most likely ones, and all others as one: a lower bound, about 4% below the
+divergence over the whole vocabulary.
 Standard errors treat positions as independent.
 """
 
@@ -114,7 +114,7 @@ def kl_divergence(p: Predictions, q: Predictions) -> np.ndarray:
     """KL(p || q) at every position, over the tokens that both list and the rest as one."""
     result = np.empty(len(p.nll))
     for i in range(len(result)):
-        common, in_p, in_q = np.intersect1d(p.tokens[i], q.tokens[i], return_indices=True)
+        _, in_p, in_q = np.intersect1d(p.tokens[i], q.tokens[i], return_indices=True)
         log_p, log_q = p.logprobs[i][in_p], q.logprobs[i][in_q]
         rest_p = max(1e-9, 1 - np.exp(log_p).sum())
         rest_q = max(1e-9, 1 - np.exp(log_q).sum())

@@ -349,9 +349,7 @@ def _ring_tokens(
     return key, value
 
 
-def _open_unit(
-    cache: LayerCache, request: int, start: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _open_unit(cache: LayerCache, request: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Read from the ring what precedes position `start` in its unit."""
     return _ring_tokens(cache, request, start // cache.fmt.unit_size * cache.fmt.unit_size, start)
 

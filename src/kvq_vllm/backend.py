@@ -8,9 +8,6 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
-from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, LayerCache
-from kvq_kernels.dispatch import select_kernels
-from kvq_kernels.formats import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE, UNIT_SIZES
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
@@ -27,6 +24,9 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, LayerCache
+from kvq_kernels.dispatch import select_kernels
+from kvq_kernels.formats import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE, UNIT_SIZES
 from kvq_vllm.checks import OUR_BACKEND
 from kvq_vllm.config import KVQConfig, KVQConfigError
 from kvq_vllm.residual import LAYER_SUFFIX, ResidualLayer

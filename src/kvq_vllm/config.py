@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from kvq_kernels.formats import DTYPE_PREFIX, SCHEMES, Format
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvq_kernels.formats import DTYPE_PREFIX, SCHEMES, Format
 
 OPTION = 'additional_config["kvq"]'
 

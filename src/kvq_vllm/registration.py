@@ -110,8 +110,8 @@ def register_config_check() -> None:
         def check_and_update_config(cls: type, vllm_config: Any) -> None:
             original(cls, vllm_config)
             if is_kvq(vllm_config.cache_config.cache_dtype):
-                check_config(vllm_config)
                 _default_block_size(vllm_config)
+                check_config(vllm_config)
             elif "kvq" in (vllm_config.additional_config or ()):
                 logger.warning(UNUSED_OPTIONS)
 
@@ -124,7 +124,7 @@ def _default_block_size(vllm_config: Any) -> None:
     """Where the user chose no block size, make it hold whole units."""
     cache_config = vllm_config.cache_config
     unit_size = KVQConfig.parse(vllm_config.additional_config).unit_size
-    if cache_config.block_size % unit_size:
+    if not cache_config.user_specified_block_size and cache_config.block_size % unit_size:
         cache_config.block_size = unit_size
 
 
@@ -160,6 +160,6 @@ def _wrap_classmethod(owner: type, name: str, wrap: Callable[[Any], Any]) -> Non
     function = getattr(owner, name).__func__
     if getattr(function, "_kvq", False):
         return
-    wrapped = functools.wraps(function)(wrap(function))
-    wrapped._kvq = True
+    wrapped = functools.update_wrapper(wrap(function), function)
+    wrapped._kvq = True  # type: ignore[attr-defined]
     setattr(owner, name, classmethod(wrapped))

@@ -11,10 +11,11 @@ from functools import cache
 
 import pytest
 import torch
-from kvq_kernels import SCHEMES, Format
 from support import engines
 from support.dense import DenseModel
 from support.models import corpus_tokens, smollm2
+
+from kvq_kernels import SCHEMES, Format
 
 NEW_TOKENS = 45
 # Around the unit of 128 tokens, several units, and prefixes of each other.

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvq_kernels import SCHEMES, Format
 from support import engines, models
 from support.dense import DenseModel
+
+from kvq_kernels import SCHEMES, Format
 
 NEW_TOKENS = 40
 LENGTHS = [10, 64, 127, 128, 129, 256, 300, 400]
@@ -23,9 +24,7 @@ def prompts() -> list[list[int]]:
 
 
 def run(model: Path, name: str, **options: Any) -> list[list[int]]:
-    with engines.engine(
-        model, kv_cache_dtype=name, skip_tokenizer_init=True, **options
-    ) as llm:
+    with engines.engine(model, kv_cache_dtype=name, skip_tokenizer_init=True, **options) as llm:
         return engines.generate(llm, prompts(), NEW_TOKENS)
 
 
@@ -107,9 +106,7 @@ def test_sliding_windows_preempted(gemma3: Path) -> None:
 def test_skipped_layers_stay_unquantised(llama: Path, skipped: list[str]) -> None:
     tokens = run(llama, "kvq-int4", kv_cache_dtype_skip_layers=skipped)
     fmt = Format.create("kvq-int4", 64)
-    assert (
-        mismatches(llama, lambda m: None if str(m.layer_idx) in skipped else fmt, tokens) == 0
-    )
+    assert mismatches(llama, lambda m: None if str(m.layer_idx) in skipped else fmt, tokens) == 0
     assert mismatches(llama, fmt, tokens) > 0
 
 
@@ -133,11 +130,11 @@ def test_tensor_parallel(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bfloat16_runs_the_same_chunked_or_not(llama: Path) -> None:
     once = run(llama, "kvq-int4", dtype="bfloat16")
-    chunked = run(
-        llama, "kvq-int4", dtype="bfloat16", max_num_batched_tokens=97, max_num_seqs=16
-    )
+    chunked = run(llama, "kvq-int4", dtype="bfloat16", max_num_batched_tokens=97, max_num_seqs=16)
     # bf16 matrix products depend on the number of rows, so near ties may fall either way.
-    same = sum(a == b for x, y in zip(once, chunked, strict=True) for a, b in zip(x, y))
+    same = sum(
+        a == b for x, y in zip(once, chunked, strict=True) for a, b in zip(x, y, strict=True)
+    )
     assert same > 0.8 * NEW_TOKENS * len(LENGTHS)
 
 

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+
 from kvq_kernels import SCHEMES, Format, hadamard
 from kvq_kernels.formats import SECTION_ALIGNMENT, UNIT_SIZES
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from kvq_kernels import SCHEMES, Format, hadamard
 from kvq_kernels.reference import FP16_MAX, fake_quantise, pack_records, unpack_records
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.paged import PagedCache, Sequence, attend_by_the_rule, random_sequence
+
 from kvq_kernels import SCHEMES, AttentionParams, Format
 from kvq_kernels.reference import attention
-from support.paged import PagedCache, Sequence, attend_by_the_rule, random_sequence
 
 # fp32 sums in another order: a few units in the last place of outputs of size about 1.
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
@@ -155,9 +156,7 @@ def test_random_batches_equal_the_rule_and_seal_the_same_bytes(data: st.DataObje
         starts = [s.computed for s in sequences]
         # Of a speculative step, only some tokens are confirmed, the others computed again
         # with other contents.
-        confirmed = [
-            draw(st.integers(1, c)) if 1 < c <= 1 + drafts else c for c in chunks
-        ]
+        confirmed = [draw(st.integers(1, c)) if 1 < c <= 1 + drafts else c for c in chunks]
         truths = []
         for sequence, start, chunk, kept in zip(sequences, starts, chunks, confirmed, strict=True):
             truths.append((sequence.key.clone(), sequence.value.clone()))

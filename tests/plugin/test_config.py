@@ -1,6 +1,7 @@
 """``additional_config["kvq"]``."""
 
 import pytest
+
 from kvq_vllm.config import KVQConfig, KVQConfigError, is_kvq
 
 

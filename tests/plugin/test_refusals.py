@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import models
+
 from kvq_vllm import checks, registration
 from kvq_vllm.config import KVQConfigError
-from support import models
 
 
 @pytest.fixture(scope="module")
@@ -119,15 +120,15 @@ def test_cross_attention(tmp_path: Path) -> None:
 
 
 def test_mixed_mamba_models(tmp_path: Path) -> None:
-    from transformers import BambaConfig
+    from transformers import Qwen3NextConfig
 
-    BambaConfig(
+    Qwen3NextConfig(
         hidden_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=4,
         num_attention_heads=2,
         num_key_value_heads=2,
-        attn_layer_indices=[1],
-        architectures=["BambaForCausalLM"],
+        head_dim=64,
+        architectures=["Qwen3NextForCausalLM"],
     ).save_pretrained(tmp_path)
     assert_refused(tmp_path, "does not support hybrid models")
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kvq_kernels import AttentionParams, Format
 
+from kvq_kernels import AttentionParams, Format
 from support.paged import Sequence as PagedSequence
 from support.paged import attend_by_the_rule
 

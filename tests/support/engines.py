@@ -46,9 +46,7 @@ def engine(model: str | os.PathLike[str], **options: Any) -> Iterator[Any]:
         gc.collect()
 
 
-def generate(
-    llm: Any, prompts: Sequence[list[int]], max_tokens: int
-) -> list[list[int]]:
+def generate(llm: Any, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
     """Greedy continuations of token prompts, `max_tokens` each."""
     return generate_with_logprobs(llm, prompts, max_tokens)[0]
 
@@ -69,7 +67,10 @@ def generate_with_logprobs(
     completions = [output.outputs[0] for output in outputs]
     tokens = [list(completion.token_ids) for completion in completions]
     logprobs = [
-        [step[token].logprob for token, step in zip(completion.token_ids, completion.logprobs)]
+        [
+            step[token].logprob
+            for token, step in zip(completion.token_ids, completion.logprobs, strict=True)
+        ]
         for completion in completions
     ]
     return tokens, logprobs

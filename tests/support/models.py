@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from tools.setup_env import CORPUS, MODEL
 
 TINY_VOCABULARY = 512
