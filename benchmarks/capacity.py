@@ -11,6 +11,7 @@ memory, about the shape of an 8B model (32 layers, 8 kv heads, head size 128) on
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 GIB = 1 << 30
 DTYPES = ("auto", "kvq-int8", "kvq-k8v4", "kvq-int4")
@@ -137,9 +139,19 @@ def planned_capacity(cache_dtype: str, shape: Shape, max_model_len: int, memory:
         ring = residual_spec(pages, fmt, torch.bfloat16, num_speculative_tokens=0)
         specs = {layer + LAYER_SUFFIX: ring for layer in layers}
     specs = dict.fromkeys(layers, pages) | specs
-    config = kv_cache_utils.get_kv_cache_configs(vllm_config, [specs], [memory])[0]
+    config = _planner().get_kv_cache_configs(vllm_config, [specs], [memory])[0]
     tokens, _ = kv_cache_utils.get_kv_cache_capacity(vllm_config, config)
     return Capacity("planned", cache_dtype, max_model_len, memory, tokens)
+
+
+def _planner() -> Any:
+    """vLLM's planner has a module of its own since 0.33."""
+    from vllm.v1.core import kv_cache_utils
+
+    try:
+        return importlib.import_module("vllm.v1.core.kv_cache_planning")
+    except ImportError:
+        return kv_cache_utils
 
 
 def with_ratios(rows: Iterable[Capacity]) -> list[Capacity]:
