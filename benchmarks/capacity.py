@@ -11,7 +11,6 @@ memory, about the shape of an 8B model (32 layers, 8 kv heads, head size 128) on
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import subprocess
@@ -139,19 +138,21 @@ def planned_capacity(cache_dtype: str, shape: Shape, max_model_len: int, memory:
         ring = residual_spec(pages, fmt, torch.bfloat16, num_speculative_tokens=0)
         specs = {layer + LAYER_SUFFIX: ring for layer in layers}
     specs = dict.fromkeys(layers, pages) | specs
-    config = _planner().get_kv_cache_configs(vllm_config, [specs], [memory])[0]
+    config = _plan(vllm_config, specs, memory)
     tokens, _ = kv_cache_utils.get_kv_cache_capacity(vllm_config, config)
     return Capacity("planned", cache_dtype, max_model_len, memory, tokens)
 
 
-def _planner() -> Any:
-    """vLLM's planner has a module of its own since 0.33."""
-    from vllm.v1.core import kv_cache_utils
-
+def _plan(vllm_config: Any, specs: dict[str, Any], memory: int) -> Any:
+    """Return vLLM's cache configuration for one worker."""
     try:
-        return importlib.import_module("vllm.v1.core.kv_cache_planning")
-    except ImportError:
-        return kv_cache_utils
+        from vllm.v1.core import kv_cache_planning as planning
+    except ImportError:  # vLLM 0.32
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+        return get_kv_cache_configs(vllm_config, [specs], [memory])[0]
+    groups = planning.get_global_kv_cache_groups(vllm_config, [specs])
+    return planning.get_kv_cache_configs(vllm_config, [specs], [memory], groups)[0]
 
 
 def with_ratios(rows: Iterable[Capacity]) -> list[Capacity]:
