@@ -27,12 +27,12 @@ KERNEL_SOURCES = ("seal.cpp", "decode.cpp", "prefill.cpp")
 # Never -ffast-math: it makes a shared library set flush-to-zero for the whole process.
 FLAGS = (
     "-std=c++17 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno "
-    "-fno-trapping-math -Wall -Wextra -Wno-psabi -Wno-unknown-pragmas "
-    "-Wno-maybe-uninitialized"  # GCC 12 about its own AVX-512 header
+    "-fno-trapping-math -Wall -Wextra -Wno-psabi -Wno-unknown-pragmas"
 ).split()
 X86_ISAS = {
     "avx2": "-mavx2 -mfma -mf16c",
-    "avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni",
+    "avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni "
+    "-Wno-uninitialized -Wno-maybe-uninitialized",  # of GCC about its own header
 }
 """Instruction set to compiler flags; ``portable`` needs none."""
 
@@ -113,11 +113,19 @@ def _compile_command(
 
 
 def _openmp_flags(compiler: list[str], directory: Path) -> list[str]:
-    """Return the flags for OpenMP; none, with a note, where the compiler lacks it."""
+    """Return the flags for OpenMP; none, with a note, where the compiler lacks it.
+
+    Raises:
+        BuildError: the compiler does not work at all.
+
+    """
     probe = directory / "probe.cpp"
+    probe.write_text("int probe() { return 0; }\n")
+    command = [*compiler, "-shared", "-fPIC", str(probe), "-o", f"{probe}.so"]
+    _run(command)
     probe.write_text("#include <omp.h>\nint probe() { return omp_get_max_threads(); }\n")
     try:
-        _run([*compiler, "-fopenmp", "-shared", "-fPIC", str(probe), "-o", f"{probe}.so"])
+        _run([*command, "-fopenmp"])
     except BuildError as error:
         print(f"kvq: CPU kernels will use one thread, no OpenMP: {error}", file=sys.stderr)
         return []

@@ -77,13 +77,6 @@ inline uint16_t float_to_half(float f) {
   return static_cast<uint16_t>(sign | half);
 }
 
-inline uint16_t float_to_bf16(float f) {
-  uint32_t bits;
-  memcpy(&bits, &f, 4);
-  if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);  // NaN
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
 // --- records: see formats.py -------------------------------------------------------------------
 
 struct Record {

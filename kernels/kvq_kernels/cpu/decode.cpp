@@ -48,10 +48,13 @@ struct Layout {
 
 // out[r * out_stride + i] = sum over segments s of codes(s, row i) . weights(s, row r), for
 // `num_codes` rows of codes, a multiple of 16. Keys: a row of codes is a token, one segment.
-// Values: a row is a channel, and the blobs of the unit are the segments.
+// Values: a row is a channel, and the blobs of the unit are the segments. Meanwhile the same codes
+// of the next unit, `next` bytes on, are fetched: the pages of a request lie anywhere, so the
+// hardware cannot guess them.
 template <int kBits, int kRows>
 void dot_codes(const Layout& layout, const uint8_t* codes, int64_t num_codes, int64_t segments,
-               int64_t segment_stride, const int16_t* weights, int32_t* out, int64_t out_stride) {
+               int64_t segment_stride, int64_t next, const int16_t* weights, int32_t* out,
+               int64_t out_stride) {
   // kLanes sums at a time, which one transposition turns into one vector.
   constexpr int kTile = kLanes / (kRows == 3 ? 4 : kRows);
   for (int64_t i = 0; i < num_codes; i += kTile) {
@@ -59,6 +62,7 @@ void dot_codes(const Layout& layout, const uint8_t* codes, int64_t num_codes, in
     const int16_t* w = weights;
     for (int64_t s = 0; s < segments; ++s) {
       const uint8_t* tile = codes + s * segment_stride + i * layout.row_bytes;
+      prefetch(tile + next, kTile * layout.row_bytes);
       for (int64_t chunk = 0; chunk < layout.chunks; ++chunk) {
         VS packed[kTile];
 #pragma GCC unroll 16
@@ -77,6 +81,7 @@ void dot_codes(const Layout& layout, const uint8_t* codes, int64_t num_codes, in
 #pragma GCC unroll 4
             for (int r = 0; r < kRows; ++r) {
               sums[r * kTile + t] = multiply_add(sums[r * kTile + t], code, row_weights[r]);
+              in_order(sums[r * kTile + t]);
             }
           }
         }
@@ -93,20 +98,20 @@ void dot_codes(const Layout& layout, const uint8_t* codes, int64_t num_codes, in
 
 template <int kBits>
 void dot_codes(int64_t rows, const Layout& layout, const uint8_t* codes, int64_t num_codes,
-               int64_t segments, int64_t segment_stride, const int16_t* weights, int32_t* out,
+               int64_t segments, int64_t segment_stride, int64_t next, const int16_t* weights, int32_t* out,
                int64_t out_stride) {
   const auto run = rows == 4   ? dot_codes<kBits, 4>
                    : rows == 3 ? dot_codes<kBits, 3>
                    : rows == 2 ? dot_codes<kBits, 2>
                                : dot_codes<kBits, 1>;
-  run(layout, codes, num_codes, segments, segment_stride, weights, out, out_stride);
+  run(layout, codes, num_codes, segments, segment_stride, next, weights, out, out_stride);
 }
 
 void dot_codes(int64_t bits, int64_t rows, const Layout& layout, const uint8_t* codes,
-               int64_t num_codes, int64_t segments, int64_t segment_stride,
+               int64_t num_codes, int64_t segments, int64_t segment_stride, int64_t next,
                const int16_t* weights, int32_t* out, int64_t out_stride) {
   const auto run = bits == 4 ? dot_codes<4> : dot_codes<8>;
-  run(rows, layout, codes, num_codes, segments, segment_stride, weights, out, out_stride);
+  run(rows, layout, codes, num_codes, segments, segment_stride, next, weights, out, out_stride);
 }
 
 // Rounds products to int16 and keeps what is needed to undo the factor.
@@ -216,11 +221,12 @@ struct Task {
 
   // Scales and zeros of a unit as floats, keys' in the order of key weights. Vectors may read a
   // few channels too many; a query that is 0 there keeps them out.
-  void load_unit_meta(const uint8_t* record) {
+  void load_unit_meta(const uint8_t* record, int64_t next) {
     float *scale = key_scale, *zero = key_zero;
     VF s, z;
     for (int64_t b = 0; b < rec.num_blobs; ++b) {
       const uint8_t* blob = record + b * rec.blob_bytes;
+      prefetch(blob + rec.key_meta + next, rec.blob_bytes - rec.key_meta);
       for (int64_t chunk = 0; chunk < key_layout.chunks; ++chunk) {
         for (int64_t half = 0; half < key_layout.halves; ++half) {
           const uint8_t* meta = blob + rec.key_meta + key_layout.element(chunk, half) * 4;
@@ -265,12 +271,12 @@ struct Task {
   }
 
   // Logits of `count` rows with the tokens of a unit.
-  void key_logits(const uint8_t* record, int64_t unit, int64_t row, int64_t count) {
+  void key_logits(const uint8_t* record, int64_t next, int64_t unit, int64_t row, int64_t count) {
     float factor[kRowBlock], bias[kRowBlock];
     for (int64_t b = 0; b < rec.num_blobs; ++b) {
       fold_key_scales(b, row, count, factor, bias);
       dot_codes(a.key_bits, count, key_layout, record + b * rec.blob_bytes, rec.group, 1, 0,
-                weights, dots, rec.group);
+                next, weights, dots, rec.group);
       for (int64_t r = 0; r < count; ++r) {
         float* to = logits + r * rec.unit_size + b * rec.group;
         const VF f = splat(factor[r]), z = splat(bias[r]);
@@ -369,10 +375,11 @@ struct Task {
     bias = sum_of(dot_zero) + rounded.lost_bias(a.value_bits);
   }
 
-  void attend_unit(int64_t unit, int64_t row, int64_t count, Partial& partial) {
-    const uint8_t* record = record_at(a, block.request, unit, head);
+  // `next`: from this record to that of the next unit.
+  void attend_unit(const uint8_t* record, int64_t next, int64_t unit, int64_t row, int64_t count,
+                   Partial& partial) {
     const int64_t u = rec.unit_size, d = rec.head_size;
-    key_logits(record, unit, row, count);
+    key_logits(record, next, unit, row, count);
     float rescale[kRowBlock], factor[kRowBlock], bias[kRowBlock];
     for (int64_t r = 0; r < count; ++r) {
       float* p = logits + r * u;
@@ -381,7 +388,7 @@ struct Task {
       fold_value_scales(p, r, count, factor[r], bias[r]);
     }
     dot_codes(a.value_bits, count, value_layout, record + rec.value_codes, d, rec.num_blobs,
-              rec.blob_bytes, weights, dots, d);
+              rec.blob_bytes, next, weights, dots, d);
     for (int64_t r = 0; r < count; ++r) {
       float* acc = partial.acc + (row + r) * d;
       const VF f = splat(factor[r]), z = splat(bias[r]), old = splat(rescale[r]);
@@ -396,9 +403,12 @@ struct Task {
     load_query();
     start(partial);
     for (int64_t unit = first_unit; unit < end_unit; ++unit) {
-      load_unit_meta(record_at(a, block.request, unit, head));
+      const uint8_t* record = record_at(a, block.request, unit, head);
+      const int64_t next =
+          unit + 1 < end_unit ? record_at(a, block.request, unit + 1, head) - record : 0;
+      load_unit_meta(record, next);
       for (int64_t row = 0; row < rows; row += kRowBlock) {
-        attend_unit(unit, row, min_of(kRowBlock, rows - row), partial);
+        attend_unit(record, row == 0 ? next : 0, unit, row, min_of(kRowBlock, rows - row), partial);
       }
     }
   }
@@ -428,33 +438,70 @@ struct Task {
         to_floats(tile + t * 2 * d, ring_at(a, block.request, key + t, head), a.ring_dtype, 2 * d);
       }
       memset(tile + count * 2 * d, 0, static_cast<size_t>((kRingTile - count) * 2 * d) * 4);
-      for (int64_t r = 0; r < rows; ++r) attend_tile(r, key, partial);
+      for (int64_t r = 0; r < rows; r += kRowBlock) {
+        switch (min_of(kRowBlock, rows - r)) {
+          case 4: attend_tile<4>(r, key, partial); break;
+          case 3: attend_tile<3>(r, key, partial); break;
+          case 2: attend_tile<2>(r, key, partial); break;
+          default: attend_tile<1>(r, key, partial);
+        }
+      }
     }
   }
 
-  void attend_tile(int64_t r, int64_t key, Partial& partial) {
+  // Rows [row, row + kRows) against the kRingTile tokens in `tile`.
+  template <int kRows>
+  void attend_tile(int64_t row, int64_t key, Partial& partial) {
     const int64_t d = rec.head_size;
-    float p[kRingTile];
-    for (int64_t t = 0; t < kRingTile; t += kLanes) {
+    float p[kRows][kRingTile];
+    tile_logits<kRows>(query + row * d, p);
+    VF rescale[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      transform(p[r], row + r, key, kRingTile, position(row + r) + 1 - key);
+      rescale[r] =
+          splat(softmax(p[r], kRingTile, partial.max[row + r], partial.sum[row + r]));
+    }
+    float* acc = partial.acc + row * d;
+    for (int64_t c = 0; c < d; c += kLanes) {
+      VF sums[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) sums[r] = loadf(acc + r * d + c) * rescale[r];
+      for (int64_t t = 0; t < kRingTile; ++t) {
+        const VF value = loadf(tile + t * 2 * d + d + c);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) sums[r] = fma_of(splat(p[r][t]), value, sums[r]);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) store(acc + r * d + c, sums[r]);
+    }
+  }
+
+  // As dot_codes, in fp32.
+  template <int kRows>
+  void tile_logits(const float* q, float (*p)[kRingTile]) {
+    constexpr int kTokens = kLanes / (kRows == 3 ? 4 : kRows);
+    const int64_t d = rec.head_size;
+    for (int64_t t = 0; t < kRingTile; t += kTokens) {
       VF sums[kLanes] = {};
       for (int64_t c = 0; c < d; c += kLanes) {
-        const VF q = loadf(query + r * d + c);
+        VF keys[kTokens];
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) {
-          sums[i] = fma_of(q, loadf(tile + (t + i) * 2 * d + c), sums[i]);
+        for (int i = 0; i < kTokens; ++i) keys[i] = loadf(tile + (t + i) * 2 * d + c);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          const VF row_query = loadf(q + r * d + c);
+#pragma GCC unroll 16
+          for (int i = 0; i < kTokens; ++i) {
+            sums[r * kTokens + i] = fma_of(keys[i], row_query, sums[r * kTokens + i]);
+          }
         }
       }
-      store(p + t, sums_of(sums));
-    }
-    transform(p, r, key, kRingTile, position(r) + 1 - key);
-    const float rescale = softmax(p, kRingTile, partial.max[r], partial.sum[r]);
-    for (int64_t c = 0; c < d; c += kLanes) {
-      VF sum = loadf(partial.acc + r * d + c) * rescale;
-#pragma GCC unroll 16
-      for (int64_t t = 0; t < kRingTile; ++t) {
-        sum = fma_of(splat(p[t]), loadf(tile + t * 2 * d + d + c), sum);
+      float tile_sums[kLanes];
+      store(tile_sums, sums_of(sums));
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        memcpy(p[r] + t, tile_sums + r * kTokens, kTokens * sizeof(float));
       }
-      store(partial.acc + r * d + c, sum);
     }
   }
 };

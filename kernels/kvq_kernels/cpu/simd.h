@@ -34,6 +34,11 @@ typedef int32_t VI __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t VU __attribute__((vector_size(4 * kLanes)));
 typedef int16_t VS __attribute__((vector_size(4 * kLanes)));
 
+// Ask for `bytes` bytes at `p`, any address.
+KVQ_INLINE void prefetch(const uint8_t* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+}
+
 // Unaligned loads and stores.
 template <typename V, typename T>
 KVQ_INLINE V load(const T* p) {
@@ -167,6 +172,16 @@ KVQ_INLINE VI multiply_add(VI acc, VS a, VS b) {
 #endif
 }
 
+// Compute `v` here rather than where the compiler would schedule it. GCC likes to start many
+// products before it adds any, and then has no registers left for the sums.
+KVQ_INLINE void in_order(VI& v) {
+#if defined(KVQ_AVX512) || defined(KVQ_AVX2)
+  asm volatile("" : "+v"(v));
+#else
+  (void)v;
+#endif
+}
+
 // Lane i of the result is the sum of the lanes of a[i]: a transposition with additions.
 KVQ_INLINE VI sums_of(const VI a[kLanes]) {
 #if defined(KVQ_AVX512)
@@ -226,20 +241,34 @@ KVQ_INLINE VF sums_of(const VF a[kLanes]) {
 }
 
 KVQ_INLINE float sum_of(VF v) {
-  float sum = 0;
-  for (int i = 0; i < kLanes; ++i) sum += v[i];
-  return sum;
+#if defined(KVQ_AVX512)
+  return _mm512_reduce_add_ps(v);
+#else
+  float lanes[kLanes];
+  store(lanes, v);
+#pragma GCC unroll 4
+  for (int n = kLanes / 2; n > 0; n /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < n; ++i) lanes[i] += lanes[i + n];
+  }
+  return lanes[0];
+#endif
 }
 KVQ_INLINE float max_lane(VF v) {  // NaN lanes may be missed
-  float most = v[0];
-  for (int i = 1; i < kLanes; ++i) most = v[i] > most ? v[i] : most;
-  return most;
+#if defined(KVQ_AVX512)
+  return _mm512_reduce_max_ps(v);
+#else
+  float lanes[kLanes];
+  store(lanes, v);
+#pragma GCC unroll 4
+  for (int n = kLanes / 2; n > 0; n /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < n; ++i) lanes[i] = lanes[i] > lanes[i + n] ? lanes[i] : lanes[i + n];
+  }
+  return lanes[0];
+#endif
 }
-KVQ_INLINE float min_lane(VF v) {
-  float least = v[0];
-  for (int i = 1; i < kLanes; ++i) least = v[i] < least ? v[i] : least;
-  return least;
-}
+KVQ_INLINE float min_lane(VF v) { return -max_lane(-v); }
 
 // kLanes pairs (fp16 scale, fp16 zero).
 KVQ_INLINE void load_meta(const uint8_t* p, VF& scale, VF& zero) {
@@ -310,6 +339,26 @@ KVQ_INLINE VF load_bf16(const uint16_t* p) {
 #endif
 }
 
+// Round to bf16, to nearest even, in the low half of each lane.
+KVQ_INLINE VI to_bf16_bits(VF v) {
+  const VU bits = (VU)bits_of(v);
+  const VU rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return v == v ? (VI)rounded : splat(0x7fc0);
+}
+
+// The low halves of all lanes.
+KVQ_INLINE void store_halves(uint16_t* p, VI v) {
+  typedef uint16_t Half __attribute__((vector_size(2 * kLanes)));
+#if defined(KVQ_AVX512)
+  store(p, (Half)_mm512_cvtepi32_epi16((__m512i)v));
+#elif defined(KVQ_AVX2)
+  const __m256i packed = _mm256_packus_epi32((__m256i)v, (__m256i)v);
+  store(p, (Half)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0xd8)));
+#else
+  store(p, __builtin_convertvector(v, Half));
+#endif
+}
+
 // exp(x) for x <= 0 or so (below 88), to 2 ulp; exactly 0 from x = -88 down, so that masked
 // logits (-infinity) weigh nothing. NaN stays NaN.
 KVQ_INLINE VF exp_of(VF x) {
@@ -348,12 +397,13 @@ inline void to_floats(float* dst, const void* src, int64_t dtype, int64_t n) {
 }
 
 inline void from_floats(void* dst, const float* src, int64_t dtype, int64_t n) {
+  uint16_t* halves = static_cast<uint16_t*>(dst);
   if (dtype == KVQ_F32) {
     memcpy(dst, src, static_cast<size_t>(n) * 4);
   } else if (dtype == KVQ_BF16) {
-    for (int64_t i = 0; i < n; ++i) static_cast<uint16_t*>(dst)[i] = float_to_bf16(src[i]);
+    for (int64_t i = 0; i < n; i += kLanes) store_halves(halves + i, to_bf16_bits(loadf(src + i)));
   } else if (dtype == KVQ_F16) {
-    for (int64_t i = 0; i < n; ++i) static_cast<uint16_t*>(dst)[i] = float_to_half(src[i]);
+    for (int64_t i = 0; i < n; i += kLanes) store_halves(halves + i, to_half_bits(loadf(src + i)));
   } else {
     for (int64_t i = 0; i < n; ++i) static_cast<double*>(dst)[i] = static_cast<double>(src[i]);
   }
@@ -401,13 +451,20 @@ inline void rotate_columns(float* x, int64_t head_size, int64_t columns) {
   }
 }
 
+// Sylvester's Hadamard matrix of one vector's size.
+struct SmallHadamard {
+  float rows[kLanes][kLanes];
+  constexpr SmallHadamard() : rows() {
+    for (int i = 0; i < kLanes; ++i) {
+      for (int j = 0; j < kLanes; ++j) rows[i][j] = __builtin_parity(i & j) ? -1.0f : 1.0f;
+    }
+  }
+};
+constexpr SmallHadamard kSmallHadamard;
+
 // Rotate one row of head_size channels: butterflies between vectors, and inside a vector a
 // multiplication by the small Hadamard matrix.
 inline void rotate_row(float* x, int64_t head_size) {
-  VF signs[kLanes];
-  for (int i = 0; i < kLanes; ++i) {
-    for (int j = 0; j < kLanes; ++j) signs[i][j] = __builtin_parity(i & j) ? -1.0f : 1.0f;
-  }
   for (int64_t done = 0; done < head_size;) {
     const int64_t size = hadamard_block(head_size - done);
     const float norm = hadamard_norm(size);
@@ -423,7 +480,9 @@ inline void rotate_row(float* x, int64_t head_size) {
     }
     for (int64_t i = 0; i < size; i += kLanes) {
       VF sum = {};
-      for (int j = 0; j < kLanes; ++j) sum = fma_of(splat(block[i + j]), signs[j], sum);
+      for (int j = 0; j < kLanes; ++j) {
+        sum = fma_of(splat(block[i + j]), loadf(kSmallHadamard.rows[j]), sum);
+      }
       store(block + i, sum * norm);
     }
     done += size;
