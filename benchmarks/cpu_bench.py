@@ -4,7 +4,8 @@ Each case runs vLLM's operation (bf16 cache) and ours for every format in turns,
 and reports the median over rounds of the ratio of neighbouring times, with the 10th and 90th
 percentile as its spread; above 1 we are faster. `decode` is one new token per request over
 `context` cached tokens plus half an open unit; `prefill` is a prompt of `context` tokens.
-The output is first compared with the oracle's.
+The output is first compared with the oracle's. Both sides go round as many copies of the cache,
+"layers", as outgrow the last-level cache: in a model a layer's cache is cold when its turn comes.
 
 vLLM loads one build of its operations per process, the best for the CPU; ``--vllm-isa avx2``
 makes it the one for CPUs without AVX-512. ``--isa`` does the same for ours.
@@ -17,13 +18,14 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -33,6 +35,7 @@ from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, LayerCache, cpu
 
 UNIT_SIZE = 128
 VLLM_BLOCK_SIZE = 128
+LAYERS_BYTES = 128 * 2**20  # of vLLM's cache, all layers together
 MAX_ERROR = 6e-3  # bf16 output, see tests/kernels/test_cpu.py
 
 
@@ -91,7 +94,7 @@ def quick_cases() -> Iterator[Case]:
 class Step:
     """The tensors of one step, shared by all sides."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, num_layers: int | None = None) -> None:
         torch.manual_seed(0)
         self.case = case
         prefill = case.op == "prefill"
@@ -106,6 +109,10 @@ class Step:
         self.starts = torch.arange(case.batch + 1, dtype=torch.int32) * self.new
         self.lens = torch.full((case.batch,), self.length, dtype=torch.int32)
         self.scale = d**-0.5
+        layer_bytes = 4 * count * case.num_kv_heads * d
+        if num_layers is None:
+            num_layers = 1 if prefill else min(32, -(-LAYERS_BYTES // layer_bytes))
+        self.num_layers = num_layers
 
     def block_table(self, block_size: int) -> torch.Tensor:
         blocks = -(-self.length // block_size)
@@ -135,12 +142,17 @@ def kvq_side(step: Step, name: str) -> tuple[Callable[[], torch.Tensor], Callabl
     cpu.write_ring(step.key, step.value, cache, everything)
     batch, params = Batch(step.starts, step.lens), AttentionParams(step.scale)
     out = torch.empty_like(step.query)
+    layers = [cache]
+    for _ in range(1, step.num_layers):
+        layers.append(replace(cache, pages=pages.clone(), ring=ring.clone()))
+    next_layer = itertools.cycle(layers)
 
     def run() -> torch.Tensor:
+        layer = next(next_layer)
         if case.op == "prefill":
-            cpu.prefill(step.query, step.key, step.value, cache, batch, params, out)
+            cpu.prefill(step.query, step.key, step.value, layer, batch, params, out)
         else:
-            cpu.decode(step.query, cache, batch, params, out)
+            cpu.decode(step.query, layer, batch, params, out)
         return out
 
     def error() -> float:
@@ -187,8 +199,11 @@ def vllm_side(step: Step, ops: ModuleType) -> Callable[[], torch.Tensor]:
         causal=True, sliding_window_size=-1, isa=isa, enable_kv_split=True,
     )  # fmt: skip
     out = torch.empty_like(step.query)
+    layers = [kv, *(kv.clone() for _ in range(1, step.num_layers))]
+    next_layer = itertools.cycle([layer.chunk(2, dim=2) for layer in layers])
 
     def run() -> torch.Tensor:
+        key_cache, value_cache = next(next_layer)
         ops.cpu_attention_with_kv_cache(
             query=step.query, key_cache=key_cache, value_cache=value_cache, output=out,
             query_start_loc=step.starts, seq_lens=step.lens, scale=step.scale, causal=True,
@@ -206,10 +221,14 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def bench(case: Case, formats: list[str], ops: ModuleType, vllm_isa: str, seconds: float,
-          with_oracle: bool) -> list[Result]:  # fmt: skip
+def bench(
+    case: Case, ops: ModuleType, vllm_isa: str, options: argparse.Namespace
+) -> list[Result]:
+    """Time one case for all formats; exits where an output is wrong."""
     torch.set_num_threads(case.threads)
-    step = Step(case)
+    formats, seconds = options.formats, options.seconds or (1.0 if options.quick else 4.0)
+    with_oracle = options.quick or case.batch * case.context <= 8192
+    step = Step(case, options.layers)
     vllm = vllm_side(step, ops)
     sides = {name: kvq_side(step, name) for name in formats}
     errors = {name: error() for name, (_, error) in sides.items()}
@@ -297,6 +316,7 @@ def main() -> None:
     parser.add_argument("--op", choices=["decode", "prefill"])
     parser.add_argument("--threads", type=int, nargs="+", help="only these thread counts")
     parser.add_argument("--seconds", type=float, help="time per case; at least five rounds run")
+    parser.add_argument("--layers", type=int, help="copies of the cache; 1 is a warm cache")
     parser.add_argument("--isa", default="auto", choices=["auto", "portable", "avx2", "avx512"])
     parser.add_argument("--vllm-isa", default="auto", choices=["auto", "avx2"])
     parser.add_argument("--json", type=Path, help="write a list of results")
@@ -313,9 +333,7 @@ def main() -> None:
             options.threads or [case.threads]
         ):
             continue
-        seconds = options.seconds or (1.0 if options.quick else 4.0)
-        with_oracle = options.quick or case.batch * case.context <= 8192
-        for result in bench(case, options.formats, ops, vllm_isa, seconds, with_oracle):
+        for result in bench(case, ops, vllm_isa, options):
             print_row(result)
             results.append(result)
     rows = [asdict(result) for result in results]
