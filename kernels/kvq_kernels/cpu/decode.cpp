@@ -3,8 +3,9 @@
 // A task is (block of queries, split, kv head): the rows of the block, that is its queries times
 // the query heads of the kv head, against kSplitTokens tokens of sealed units; the last split of
 // a block is the residual ring. Splits follow from lengths alone, so results do not depend on
-// the number of threads. A second pass combines the splits of each (block, kv head), and there
-// rotates the sealed part back.
+// the number of threads. Who finishes the last split of a (block, kv head) combines them, and there
+// rotates the sealed part back: a second parallel loop would make all threads wait for each other
+// once more, which is what costs most when others use the cores too.
 //
 // Sealed units are never dequantised. Per blob, the key scale is folded into the query, and the
 // product rounded to int16 with one factor per row; the logit is then an integer dot product with
@@ -513,6 +514,7 @@ struct PlannedBlock {
   int64_t splits;    // of sealed units; the ring is one more
   int64_t partials;  // offset of its partials, in floats: [kv head][split]
   int64_t first_task;
+  int64_t unfinished;  // index of its counters of unfinished splits, [kv head]
 
   int64_t rows(const KvqArgs& a) const { return block.count * (a.num_heads / a.num_kv_heads); }
   int64_t partial_floats(const KvqArgs& a) const { return Partial::floats(rows(a), a.head_size); }
@@ -562,29 +564,37 @@ extern "C" void KVQ_NAME(decode)(const KvqArgs* args) {
 
   int64_t num_blocks = 0, num_tasks = 0, floats = 0;
   PlannedBlock* plan = nullptr;
+  int32_t* unfinished = nullptr;
   const auto visit = [&](const QueryBlock& block) {
     PlannedBlock p{block, ceil_div(block.end_unit - block.first_unit, split_units), floats,
-                   num_tasks};
-    if (plan) plan[num_blocks] = p;
+                   num_tasks, num_blocks * heads};
+    if (plan) {
+      plan[num_blocks] = p;
+      for (int64_t h = 0; h < heads; ++h) {
+        unfinished[p.unfinished + h] = static_cast<int32_t>(p.splits + 1);
+      }
+    }
     ++num_blocks;
     num_tasks += (p.splits + 1) * heads;
     floats += (p.splits + 1) * heads * p.partial_floats(a);
   };
   for_each_query_block(a, max_count, visit);
   if (num_blocks == 0) return;
-  const int64_t plan_bytes =
-      round_up(num_blocks * static_cast<int64_t>(sizeof(PlannedBlock)), 64);
-  uint8_t* shared = static_cast<uint8_t*>(
-      kvq_scratch(KVQ_SCRATCH_SHARED, static_cast<size_t>(plan_bytes + floats * 4)));
-  plan = reinterpret_cast<PlannedBlock*>(shared);
-  float* partials = reinterpret_cast<float*>(shared + plan_bytes);
+  float* partials = nullptr;
+  const auto carve = [&](Carver carver) {
+    plan = carver.take<PlannedBlock>(num_blocks);
+    unfinished = carver.take<int32_t>(num_blocks * heads);
+    partials = carver.take<float>(floats);
+    return carver.used();
+  };
+  carve(Carver(kvq_scratch(KVQ_SCRATCH_SHARED, carve(Carver(nullptr)))));
   num_blocks = num_tasks = floats = 0;
   for_each_query_block(a, max_count, visit);
 
 #pragma omp parallel num_threads(static_cast<int>(a.num_threads))
   {
     int64_t b = 0;  // a thread's tasks come in ascending order
-#pragma omp for schedule(monotonic : dynamic, 1)
+#pragma omp for schedule(monotonic : dynamic, 1) nowait
     for (int64_t i = 0; i < num_tasks; ++i) {
       while (b + 1 < num_blocks && plan[b + 1].first_task <= i) ++b;
       const PlannedBlock& planned = plan[b];
@@ -600,10 +610,10 @@ extern "C" void KVQ_NAME(decode)(const KvqArgs* args) {
         const int64_t first = planned.block.first_unit + split * split_units;
         task.attend_units(first, min_of(first + split_units, planned.block.end_unit), partial);
       }
-    }
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < num_blocks * heads; ++i) {
-      combine(a, plan[i / heads], partials, i % heads);
+      // Acquire and release: whoever is last sees what the others wrote.
+      if (__atomic_sub_fetch(unfinished + planned.unfinished + head, 1, __ATOMIC_ACQ_REL) == 0) {
+        combine(a, planned, partials, head);
+      }
     }
   }
 }
