@@ -39,8 +39,9 @@ __all__ = [
 
 _ABI_VERSION = 1  # KVQ_ABI_VERSION in abi.h
 _ARGS = struct.Struct("=8q 14q 5q 3q 4q 4q 4q 4q 2d 3q")  # KvqArgs in abi.h
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_OUT_DTYPES = {**_DTYPES, torch.float64: 3}
+_DTYPES = {torch.float32: (0, 4), torch.bfloat16: (1, 2), torch.float16: (2, 2)}
+"""Dtype to its KvqDtype in abi.h and its size in bytes."""
+_OUT_DTYPES = {**_DTYPES, torch.float64: (3, 8)}
 _NO_ROWS = (0, 0, 0, 0)
 
 
@@ -231,45 +232,55 @@ def _pack(
     sinks: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
 ) -> bytes:
-    """Return a ``KvqArgs``. It holds addresses: the tensors must outlive the call."""
-    fmt, pages, ring = cache.fmt, cache.pages, cache.ring
-    starts, lens = batch.query_start_loc, batch.seq_lens
-    block_table, ring_table = cache.block_table, cache.ring_table
-    num_kv_heads, num_requests, d = pages.shape[1], lens.shape[0], fmt.head_size
-    units_per_block = pages.shape[2] // fmt.unit_size
+    """Return a ``KvqArgs``. It holds addresses: the tensors must outlive the call.
 
-    if pages.dtype != torch.uint8 or not pages.is_cpu or not pages[0].is_contiguous():
+    Every attribute of a tensor costs 0.1 us or more, and small models have as many calls of a
+    few microseconds per step as they have layers: each is read once.
+    """
+    format_args, bytes_per_token = _format_args(cache.fmt)
+    head_size, unit_size = format_args[4], format_args[5]
+    pages, ring = cache.pages, cache.ring
+    _, num_kv_heads, block_size, page_width = pages.shape
+    block_stride, head_stride, token_stride, _ = pages.stride()
+    if page_width != bytes_per_token or block_size % unit_size:
+        raise ValueError(f"pages of shape {tuple(pages.shape)} do not hold units of {cache.fmt}.")
+    if (
+        pages.dtype != torch.uint8
+        or not pages.is_cpu
+        or token_stride != page_width
+        or (head_stride != block_size * page_width and num_kv_heads > 1)
+    ):
         raise ValueError("pages must be a uint8 tensor on the CPU, contiguous within a block.")
-    if pages.shape[3] != fmt.bytes_per_token or pages.shape[2] % fmt.unit_size:
-        raise ValueError(f"pages of shape {tuple(pages.shape)} do not hold units of {fmt}.")
-    if ring.shape[1] != num_kv_heads or ring.shape[3] != 2 * d or ring.stride(3) != 1:
-        raise ValueError(f"A ring of shape {tuple(ring.shape)} does not match the pages.")
-    if cache.ring_capacity % ring.shape[2] or cache.ring_capacity < fmt.unit_size:
-        raise ValueError(f"ring_capacity {cache.ring_capacity} does not suit the ring.")
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} kv heads.")
-    for table in (block_table, ring_table):
-        if table.dtype != torch.int32 or table.stride(-1) != 1 or len(table) < num_requests:
-            raise ValueError("Block tables must be int32 with one contiguous row per request.")
-    if len(starts) <= num_requests or not (starts.is_contiguous() and lens.is_contiguous()):
+
+    _, ring_heads, ring_block_size, ring_width = ring.shape
+    *ring_strides, ring_item_stride = ring.stride()
+    if ring_heads != num_kv_heads or ring_width != 2 * head_size or ring_item_stride != 1:
+        raise ValueError(f"A ring of shape {tuple(ring.shape)} does not match the pages.")
+    if cache.ring_capacity % ring_block_size or cache.ring_capacity < unit_size:
+        raise ValueError(f"ring_capacity {cache.ring_capacity} does not suit the ring.")
+    ring_dtype, item = _dtype(ring, _DTYPES)
+
+    starts, lens = batch.query_start_loc, batch.seq_lens
+    (num_requests,) = lens.shape
+    if starts.shape[0] <= num_requests or not (starts.is_contiguous() and lens.is_contiguous()):
         raise ValueError("query_start_loc must be contiguous and one longer than seq_lens.")
 
-    item = ring.element_size()
-    ring_strides = ring.stride()
     return _ARGS.pack(
-        *_format_args(fmt),
+        *format_args,
         pages.data_ptr(),
-        pages.stride(0),
-        units_per_block,
-        block_table.data_ptr(),
-        block_table.stride(0),
+        block_stride,
+        block_size // unit_size,
+        *_table(cache.block_table, num_requests),
         ring.data_ptr(),
-        _dtype_code(ring),
-        *(stride * item for stride in ring_strides[:3]),
-        ring.shape[2],
+        ring_dtype,
+        ring_strides[0] * item,
+        ring_strides[1] * item,
+        ring_strides[2] * item,
+        ring_block_size,
         cache.ring_capacity,
-        ring_table.data_ptr(),
-        ring_table.stride(0),
+        *_table(cache.ring_table, num_requests),
         num_requests,
         starts.data_ptr(),
         _is_64(starts),
@@ -278,10 +289,10 @@ def _pack(
         num_heads,
         num_kv_heads,
         torch.get_num_threads(),
-        *(_NO_ROWS if query is None else _rows(query, num_heads, d)),
-        *(_NO_ROWS if key is None else _rows(key, num_kv_heads, d)),
-        *(_NO_ROWS if value is None else _rows(value, num_kv_heads, d)),
-        *(_NO_ROWS if out is None else _rows(out, num_heads, d, _OUT_DTYPES)),
+        *(_NO_ROWS if query is None else _rows(query, num_heads, head_size)),
+        *(_NO_ROWS if key is None else _rows(key, num_kv_heads, head_size)),
+        *(_NO_ROWS if value is None else _rows(value, num_kv_heads, head_size)),
+        *(_NO_ROWS if out is None else _rows(out, num_heads, head_size, _OUT_DTYPES)),
         1.0 if params is None else params.scale,
         0.0 if params is None else params.soft_cap or 0.0,
         0 if params is None else params.sliding_window or 0,
@@ -291,8 +302,9 @@ def _pack(
 
 
 @lru_cache(maxsize=64)
-def _format_args(fmt: Format) -> tuple[int, ...]:
-    return (
+def _format_args(fmt: Format) -> tuple[tuple[int, ...], int]:
+    """Return the first fields of ``KvqArgs``, and the bytes per token."""
+    args = (
         fmt.key_bits,
         fmt.value_bits,
         fmt.anchor,
@@ -302,23 +314,39 @@ def _format_args(fmt: Format) -> tuple[int, ...]:
         fmt.key_group_size,
         fmt.record_bytes,
     )
+    return args, fmt.bytes_per_token
 
 
 def _rows(
-    x: torch.Tensor, num_heads: int, head_size: int, dtypes: Mapping[torch.dtype, int] = _DTYPES
+    x: torch.Tensor,
+    num_heads: int,
+    head_size: int,
+    dtypes: Mapping[torch.dtype, tuple[int, int]] = _DTYPES,
 ) -> tuple[int, int, int, int]:
     """Return address, dtype and byte strides of ``[num_tokens, num_heads, head_size]``."""
+    _, heads, width = x.shape
     row_stride, head_stride, stride = x.stride()
-    if x.shape[1] != num_heads or x.shape[2] != head_size or stride != 1 or not x.is_cpu:
+    if heads != num_heads or width != head_size or stride != 1 or not x.is_cpu:
         raise ValueError(
             f"Expected [num_tokens, {num_heads}, {head_size}] on the CPU with a contiguous last "
             f"dimension, got shape {tuple(x.shape)}, strides {x.stride()} on {x.device}."
         )
-    item = x.element_size()
-    return x.data_ptr(), _dtype_code(x, dtypes), row_stride * item, head_stride * item
+    dtype, item = _dtype(x, dtypes)
+    return x.data_ptr(), dtype, row_stride * item, head_stride * item
 
 
-def _dtype_code(x: torch.Tensor, dtypes: Mapping[torch.dtype, int] = _DTYPES) -> int:
+def _table(table: torch.Tensor, num_requests: int) -> tuple[int, int]:
+    """Return address and row stride of a block table."""
+    row_stride, stride = table.stride()
+    if table.dtype != torch.int32 or stride != 1 or table.shape[0] < num_requests:
+        raise ValueError("Block tables must be int32 with one contiguous row per request.")
+    return table.data_ptr(), row_stride
+
+
+def _dtype(
+    x: torch.Tensor, dtypes: Mapping[torch.dtype, tuple[int, int]]
+) -> tuple[int, int]:
+    """Return the code of a dtype and its bytes."""
     try:
         return dtypes[x.dtype]
     except KeyError:

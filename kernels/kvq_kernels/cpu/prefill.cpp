@@ -25,6 +25,8 @@ constexpr int kTileRows = 4, kPanelVectors = 3;
 #else
 constexpr int kTileRows = 4, kPanelVectors = 2;
 #endif
+static_assert(16 % kTileRows == 0, "head and unit sizes are multiples of 16 only");
+constexpr int64_t kTransposed = 16;  // value rows transposed at a time
 constexpr int kPanel = kPanelVectors * kLanes;
 
 // c = a b, or with `rescale` c = c * rescale + a b. a is [rows][inner] with `a_stride` floats
@@ -76,7 +78,7 @@ struct Task {
   float* position;       // [panels][kPanel], relative to the start of the block's unit
   float* slope;          // [panels][kPanel]
   float* logits;         // [unit_size][kPanel]
-  float* row_buffer;     // [head_size]
+  float* rows_buffer;    // [kTransposed][head_size]
 
   Task(const KvqArgs& args, const QueryBlock& block, int64_t head)
       : a(args),
@@ -103,7 +105,7 @@ struct Task {
     position = carver.take<float>(panels * kPanel);
     slope = carver.take<float>(panels * kPanel);
     logits = carver.take<float>(u * kPanel);
-    row_buffer = carver.take<float>(d);
+    rows_buffer = carver.take<float>(kTransposed * d);
     return carver.used();
   }
 
@@ -122,13 +124,13 @@ struct Task {
       slope[r] = a.alibi_slopes ? a.alibi_slopes[h] : 0.0f;
       position[r] = static_cast<float>(query_position(real) - block.open_start);
       if (r >= rows) continue;
-      to_floats(row_buffer,
+      to_floats(rows_buffer,
                 a.query + (block.row + r / group_heads) * a.query_row_stride +
                     h * a.query_head_stride,
                 a.query_dtype, d);
       float* column = query + r / kPanel * d * kPanel + r % kPanel;
       for (int64_t c = 0; c < d; ++c) {
-        column[c * kPanel] = row_buffer[c] * static_cast<float>(a.scale);
+        column[c * kPanel] = rows_buffer[c] * static_cast<float>(a.scale);
       }
     }
   }
@@ -190,29 +192,34 @@ struct Task {
   }
 
   // The block's own unit up to its last query: older tokens from the ring, new ones directly.
+  // Up to the next multiple of kTransposed, zeros: masked, but they must be finite.
   void load_own_unit() {
     const int64_t d = rec.head_size, u = rec.unit_size;
     const int64_t count = block.position + block.count - block.open_start;
-    const int64_t padded = round_up(count, kTileRows);
-    for (int64_t t = 0; t < count; ++t) {
-      const int64_t p = block.open_start + t;
-      if (p < block.start) {
-        const uint8_t* token = ring_at(a, block.request, p, head);
-        to_floats(key + t * d, token, a.ring_dtype, d);
-        to_floats(row_buffer, token + d * static_cast<int64_t>(dtype_bytes(a.ring_dtype)),
-                  a.ring_dtype, d);
-      } else {
-        const int64_t row = block.row + p - block.position;
-        to_floats(key + t * d, a.key + row * a.key_row_stride + head * a.key_head_stride,
-                  a.key_dtype, d);
-        to_floats(row_buffer, a.value + row * a.value_row_stride + head * a.value_head_stride,
-                  a.value_dtype, d);
+    for (int64_t t = 0; t < count; t += kTransposed) {
+      const int64_t real = min_of(kTransposed, count - t);
+      for (int64_t i = 0; i < real; ++i) {
+        load_token(block.open_start + t + i, key + (t + i) * d, rows_buffer + i * d);
       }
-      for (int64_t c = 0; c < d; ++c) value[c * u + t] = row_buffer[c];
+      const size_t missing = static_cast<size_t>((kTransposed - real) * d) * sizeof(float);
+      memset(key + (t + real) * d, 0, missing);
+      memset(rows_buffer + real * d, 0, missing);
+      transpose(rows_buffer, kTransposed, d, value + t, u);
     }
-    for (int64_t t = count; t < padded; ++t) {  // masked, but must be finite
-      memset(key + t * d, 0, static_cast<size_t>(d) * sizeof(float));
-      for (int64_t c = 0; c < d; ++c) value[c * u + t] = 0;
+  }
+
+  void load_token(int64_t p, float* to_key, float* to_value) {
+    const int64_t d = rec.head_size;
+    if (p < block.start) {
+      const uint8_t* token = ring_at(a, block.request, p, head);
+      to_floats(to_key, token, a.ring_dtype, d);
+      to_floats(to_value, token + d * static_cast<int64_t>(dtype_bytes(a.ring_dtype)),
+                a.ring_dtype, d);
+    } else {
+      const int64_t row = block.row + p - block.position;
+      to_floats(to_key, a.key + row * a.key_row_stride + head * a.key_head_stride, a.key_dtype, d);
+      to_floats(to_value, a.value + row * a.value_row_stride + head * a.value_head_stride,
+                a.value_dtype, d);
     }
   }
 
@@ -300,10 +307,10 @@ struct Task {
     const int64_t d = rec.head_size;
     for (int64_t r = 0; r < rows; ++r) {
       const float* column = acc + r / kPanel * d * kPanel + r % kPanel;
-      for (int64_t c = 0; c < d; ++c) row_buffer[c] = column[c * kPanel] / sum[r];
+      for (int64_t c = 0; c < d; ++c) rows_buffer[c] = column[c * kPanel] / sum[r];
       from_floats(a.out + (block.row + r / group_heads) * a.out_row_stride +
                       query_head(r) * a.out_head_stride,
-                  row_buffer, a.out_dtype, d);
+                  rows_buffer, a.out_dtype, d);
     }
   }
 };

@@ -9,6 +9,7 @@
 namespace kvq {
 namespace {
 
+constexpr int64_t kTransposed = 16;  // rows at a time: one line of cache per column
 constexpr float kInfinity = __builtin_inff();
 
 // Range of a group and what follows from it, one group per lane.
@@ -176,9 +177,9 @@ void seal_unit(const Record& rec, const UnitSource& source) {
   uint8_t* record = record_at(a, source.request, source.unit, source.head);
   const bool first = rec.anchor && source.unit == 0;
 
-  for (int64_t t = 0; t < u; ++t) source.load(t, true, rows + t * d);
-  for (int64_t c = 0; c < d; ++c) {
-    for (int64_t t = 0; t < u; ++t) value[c * u + t] = rows[t * d + c];
+  for (int64_t t = 0; t < u; t += kTransposed) {
+    for (int64_t i = 0; i < kTransposed; ++i) source.load(t + i, true, rows + i * d);
+    transpose(rows, kTransposed, d, value + t, u);
   }
   if (a.rotate_values) {
     for (int64_t i = 0; i < d * u; i += kLanes) store(value + i, sanitised(loadf(value + i)));

@@ -409,6 +409,15 @@ inline void from_floats(void* dst, const float* src, int64_t dtype, int64_t n) {
   }
 }
 
+// to[c][0, count) = rows[0, count)[c]: a few rows become columns of a matrix whose rows are
+// `to_stride` apart.
+inline void transpose(const float* rows, int64_t count, int64_t head_size, float* to,
+                      int64_t to_stride) {
+  for (int64_t c = 0; c < head_size; ++c) {
+    for (int64_t t = 0; t < count; ++t) to[c * to_stride + t] = rows[t * head_size + c];
+  }
+}
+
 // --- Hadamard rotation, see formats.hadamard -------------------------------------------------------
 
 // Size of the first diagonal block of the rotation of `n` channels: the largest power of two.
@@ -427,25 +436,27 @@ inline float hadamard_norm(int64_t size) {
 }
 
 // Rotate the columns of x, [head_size][columns], `columns` a multiple of kLanes: fast
-// Walsh-Hadamard transform down the rows, one vector of columns at a time.
+// Walsh-Hadamard transform down the rows, one vector of columns at a time. It works on a copy
+// without gaps: rows a power of two apart compete for the same few lines of the cache.
 inline void rotate_columns(float* x, int64_t head_size, int64_t columns) {
+  float copy[256 * kLanes];
   for (int64_t done = 0; done < head_size;) {
     const int64_t size = hadamard_block(head_size - done);
     const float norm = hadamard_norm(size);
     for (int64_t column = 0; column < columns; column += kLanes) {
       float* block = x + done * columns + column;
+      for (int64_t i = 0; i < size; ++i) store(copy + i * kLanes, loadf(block + i * columns));
       for (int64_t half = 1; half < size; half *= 2) {
         for (int64_t i = 0; i < size; i += 2 * half) {
           for (int64_t j = i; j < i + half; ++j) {
-            const VF a = loadf(block + j * columns), b = loadf(block + (j + half) * columns);
-            store(block + j * columns, a + b);
-            store(block + (j + half) * columns, a - b);
+            float *p = copy + j * kLanes, *q = p + half * kLanes;
+            const VF a = loadf(p), b = loadf(q);
+            store(p, a + b);
+            store(q, a - b);
           }
         }
       }
-      for (int64_t i = 0; i < size; ++i) {
-        store(block + i * columns, loadf(block + i * columns) * norm);
-      }
+      for (int64_t i = 0; i < size; ++i) store(block + i * columns, loadf(copy + i * kLanes) * norm);
     }
     done += size;
   }
