@@ -135,9 +135,7 @@ def kvq_side(step: Step, name: str) -> tuple[Callable[[], torch.Tensor], Callabl
     )  # fmt: skip
     ring_table = torch.arange(case.batch * ring_blocks, dtype=torch.int32).view(case.batch, -1)
     cache = LayerCache(fmt, pages, table, ring, ring_table, capacity)
-    everything = Batch(
-        torch.arange(case.batch + 1, dtype=torch.int32) * step.length, step.lens
-    )
+    everything = Batch(torch.arange(case.batch + 1, dtype=torch.int32) * step.length, step.lens)
     cpu.seal(step.key, step.value, cache, everything)
     cpu.write_ring(step.key, step.value, cache, everything)
     batch, params = Batch(step.starts, step.lens), AttentionParams(step.scale)
@@ -181,9 +179,7 @@ def vllm_side(step: Step, ops: ModuleType) -> Callable[[], torch.Tensor]:
     case, d = step.case, step.case.head_size
     isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
     table = step.block_table(VLLM_BLOCK_SIZE)
-    kv = torch.zeros(
-        table.numel(), case.num_kv_heads, 2 * VLLM_BLOCK_SIZE, d, dtype=torch.bfloat16
-    )
+    kv = torch.zeros(table.numel(), case.num_kv_heads, 2 * VLLM_BLOCK_SIZE, d, dtype=torch.bfloat16)
     key_cache, value_cache = kv.chunk(2, dim=2)
     positions = torch.arange(step.length)
     slots = [
@@ -221,9 +217,7 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def bench(
-    case: Case, ops: ModuleType, vllm_isa: str, options: argparse.Namespace
-) -> list[Result]:
+def bench(case: Case, ops: ModuleType, vllm_isa: str, options: argparse.Namespace) -> list[Result]:
     """Time one case for all formats; exits where an output is wrong."""
     torch.set_num_threads(case.threads)
     formats, seconds = options.formats, options.seconds or (1.0 if options.quick else 4.0)
@@ -303,7 +297,10 @@ def plot(results: list[Result], path: Path) -> None:
             )  # fmt: skip
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set(
-        xscale="log", xlabel="context", ylabel="times as fast as vLLM's bf16 attention", ylim=(0, None)
+        xscale="log",
+        xlabel="context",
+        ylabel="times as fast as vLLM's bf16 attention",
+        ylim=(0, None),
     )
     axes.legend(fontsize="x-small")
     figure.savefig(path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, LayerCache, cpu, reference
+from kvq_kernels.cpu import build
 
 pytestmark = pytest.mark.skipif(not cpu.is_available(), reason=str(cpu.why_unavailable()))
 
@@ -452,9 +454,7 @@ def test_nothing_to_do(isa: str) -> None:
         cpu.write_ring(step.key, step.value, step.cache, step.batch)
         out = step.out(torch.float32)
         cpu.decode(step.query, step.cache, step.batch, step.params, out)
-        cpu.prefill(
-            step.query, step.key, step.value, step.cache, step.batch, step.params, out
-        )
+        cpu.prefill(step.query, step.key, step.value, step.cache, step.batch, step.params, out)
         assert torch.equal(before.pages, step.cache.pages)
         assert (out == -77.0).all()
 
@@ -483,12 +483,7 @@ def test_threads_do_not_change_results(operation: str) -> None:
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
             step = make_step(contexts=(3000, 0, 70), new=new, num_kv_heads=3)
-            cpu.seal(step.key, step.value, step.cache, step.batch)
-            if operation == "decode":
-                cpu.write_ring(step.key, step.value, step.cache, step.batch)
-                outputs.append(assert_attention_matches(step, operation))
-            else:
-                outputs.append(assert_attention_matches(step, operation))
+            outputs.append(assert_attention_matches(step, operation))
     finally:
         torch.set_num_threads(before)
     for other in outputs[1:]:
@@ -589,7 +584,59 @@ def test_chunking_is_invisible(name: str, first: list[int], second: list[int]) -
     assert (outputs[0] - outputs[1]).abs().max() <= DECODE_ERROR * outputs[0].abs().max()
 
 
-# --- the loader ------------------------------------------------------------------------------
+# --- the library -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reload(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Let a test load the library anew, and forget that one after it."""
+    cpu._load.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    cpu._load.cache_clear()
+
+
+def test_missing_library(reload: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reload.setenv("KVQ_CPU_LIBRARY", str(tmp_path / "none.so"))
+    assert not cpu.is_available()
+    assert "not built" in cpu.why_unavailable()
+    assert "python -m kvq_kernels.cpu.build" in cpu.why_unavailable()
+
+
+def test_broken_library(reload: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_text("no library")
+    reload.setenv("KVQ_CPU_LIBRARY", str(broken))
+    assert "cannot be loaded" in cpu.why_unavailable()
+
+
+def test_stale_library(reload: pytest.MonkeyPatch) -> None:
+    reload.setattr(build, "source_hash", lambda: "0123456789abcdef")
+    assert "other sources" in cpu.why_unavailable()
+
+
+def test_isa_from_the_environment(reload: pytest.MonkeyPatch) -> None:
+    reload.setenv("KVQ_CPU_ISA", "mmx")
+    assert "KVQ_CPU_ISA=mmx" in cpu.why_unavailable()
+    cpu._load.cache_clear()
+    reload.setenv("KVQ_CPU_ISA", "portable")
+    assert cpu.isa() == "portable"
+
+
+def test_build_without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler"):
+        build.build(tmp_path / "library.so")
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with pytest.raises(build.BuildError, match="/nowhere/c"):
+        build.build(tmp_path / "library.so")
+
+
+def test_floating_point_mode_is_left_alone() -> None:
+    """A library built with -ffast-math would flush subnormals to zero in the whole process."""
+    assert_attention_matches(make_step(), "decode")
+    assert (torch.full((100,), 1e-40) * 0.5 > 0).all()
 
 
 def test_wrong_arguments_are_refused() -> None:

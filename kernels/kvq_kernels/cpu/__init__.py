@@ -211,9 +211,7 @@ def prefill(
     """
     _check_out(query, out)
     sinks, slopes = _per_head(params.sinks), _per_head(params.alibi_slopes)
-    args = _pack(
-        cache, batch, query.shape[1], query, key, value, out, params, sinks, slopes
-    )
+    args = _pack(cache, batch, query.shape[1], query, key, value, out, params, sinks, slopes)
     _library().kvq_prefill(args)
 
 
@@ -343,9 +341,7 @@ def _table(table: torch.Tensor, num_requests: int) -> tuple[int, int]:
     return table.data_ptr(), row_stride
 
 
-def _dtype(
-    x: torch.Tensor, dtypes: Mapping[torch.dtype, tuple[int, int]]
-) -> tuple[int, int]:
+def _dtype(x: torch.Tensor, dtypes: Mapping[torch.dtype, tuple[int, int]]) -> tuple[int, int]:
     """Return the code of a dtype and its bytes."""
     try:
         return dtypes[x.dtype]

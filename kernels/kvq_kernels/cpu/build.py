@@ -25,10 +25,11 @@ KERNEL_SOURCES = ("seal.cpp", "decode.cpp", "prefill.cpp")
 
 # -ffp-contract=off: the codes must not depend on whether a compiler fuses a product and a sum.
 # Never -ffast-math: it makes a shared library set flush-to-zero for the whole process.
-FLAGS = (
-    "-std=c++17 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno "
-    "-fno-trapping-math -Wall -Wextra -Wno-psabi -Wno-unknown-pragmas"
-).split()
+FLAGS = [
+    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas"),
+]
 X86_ISAS = {
     "avx2": "-mavx2 -mfma -mf16c",
     "avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni "

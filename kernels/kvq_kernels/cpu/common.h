@@ -168,6 +168,11 @@ inline int64_t lowest_position(const KvqArgs& a, int64_t position) {
   return a.sliding_window ? max_of(0, position - a.sliding_window + 1) : 0;
 }
 
+// How many threads `work` is worth, in units of the `enough` that pays for waking one.
+inline int threads_for(const KvqArgs& a, int64_t work, int64_t enough) {
+  return static_cast<int>(max_of(1, min_of(a.num_threads, work / enough)));
+}
+
 // Carves aligned arrays from one scratch buffer. With a null base it only counts.
 class Carver {
  public:

@@ -23,6 +23,7 @@ namespace {
 constexpr int64_t kSplitTokens = 1024;
 constexpr int64_t kMaxRows = 64;   // of a task, unless one query has more heads
 constexpr int kRowBlock = 4;       // rows that share the work of unpacking codes
+constexpr int64_t kThreadWork = 4096;  // products of a query with a key, some 20 us
 constexpr int64_t kRingTile = 16;  // ring tokens converted to fp32 at a time
 
 // --- integer dot products with packed codes -------------------------------------------------------
@@ -562,7 +563,7 @@ extern "C" void KVQ_NAME(decode)(const KvqArgs* args) {
   const int64_t max_count = max_of(1, kMaxRows / group_heads);
   const int64_t split_units = kSplitTokens / a.unit_size;
 
-  int64_t num_blocks = 0, num_tasks = 0, floats = 0;
+  int64_t num_blocks = 0, num_tasks = 0, floats = 0, work = 0;
   PlannedBlock* plan = nullptr;
   int32_t* unfinished = nullptr;
   const auto visit = [&](const QueryBlock& block) {
@@ -575,6 +576,7 @@ extern "C" void KVQ_NAME(decode)(const KvqArgs* args) {
       }
     }
     ++num_blocks;
+    work += (block.position + block.count - block.first_unit * a.unit_size) * p.rows(a) * heads;
     num_tasks += (p.splits + 1) * heads;
     floats += (p.splits + 1) * heads * p.partial_floats(a);
   };
@@ -588,10 +590,10 @@ extern "C" void KVQ_NAME(decode)(const KvqArgs* args) {
     return carver.used();
   };
   carve(Carver(kvq_scratch(KVQ_SCRATCH_SHARED, carve(Carver(nullptr)))));
-  num_blocks = num_tasks = floats = 0;
+  num_blocks = num_tasks = floats = work = 0;
   for_each_query_block(a, max_count, visit);
 
-#pragma omp parallel num_threads(static_cast<int>(a.num_threads))
+#pragma omp parallel num_threads(threads_for(a, work, kThreadWork))
   {
     int64_t b = 0;  // a thread's tasks come in ascending order
 #pragma omp for schedule(monotonic : dynamic, 1) nowait

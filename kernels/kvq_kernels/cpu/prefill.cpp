@@ -17,6 +17,8 @@ namespace {
 
 constexpr int64_t kMaxRows = 512;  // of a task: bounds its panels to what a second-level cache holds
 
+constexpr int64_t kThreadWork = 2048;  // products of a query with a key, some 20 us
+
 // The register tile of `multiply`: kTileRows x kPanelVectors accumulators.
 #if defined(KVQ_AVX512)
 constexpr int kTileRows = 8, kPanelVectors = 3;
@@ -323,15 +325,19 @@ using namespace kvq;
 extern "C" void KVQ_NAME(prefill)(const KvqArgs* args) {
   const KvqArgs& a = *args;
   const int64_t max_count = max_of(1, kMaxRows / (a.num_heads / a.num_kv_heads));
-  int64_t count = 0;
-  for_each_query_block(a, max_count, [&](const QueryBlock&) { ++count; });
+  int64_t count = 0, work = 0;
+  for_each_query_block(a, max_count, [&](const QueryBlock& block) {
+    ++count;
+    work += (block.position + block.count - block.first_unit * a.unit_size) * block.count *
+            a.num_heads;
+  });
   if (count == 0) return;
   QueryBlock* blocks = static_cast<QueryBlock*>(
       kvq_scratch(KVQ_SCRATCH_SHARED, static_cast<size_t>(count) * sizeof(QueryBlock)));
   count = 0;
   for_each_query_block(a, max_count, [&](const QueryBlock& block) { blocks[count++] = block; });
   // The last block of a request has the most keys: start with it.
-#pragma omp parallel for num_threads(static_cast<int>(a.num_threads)) schedule(dynamic, 1)
+#pragma omp parallel for num_threads(threads_for(a, work, kThreadWork)) schedule(dynamic, 1)
   for (int64_t i = count * a.num_kv_heads - 1; i >= 0; --i) {
     Task(a, blocks[i / a.num_kv_heads], i % a.num_kv_heads).run();
   }

@@ -231,6 +231,7 @@ extern "C" void KVQ_NAME(seal)(const KvqArgs* args) {
 extern "C" void KVQ_NAME(write_ring)(const KvqArgs* args) {
   const KvqArgs& a = *args;
   const size_t ring_row = static_cast<size_t>(a.head_size) * dtype_bytes(a.ring_dtype);
+#pragma omp parallel for num_threads(threads_for(a, a.num_requests * a.num_kv_heads, 256))
   for (int64_t r = 0; r < a.num_requests; ++r) {
     const Request q = request_at(a, r);
     for (int64_t p = max_of(q.start, q.end - a.ring_capacity); p < q.end; ++p) {
