@@ -33,7 +33,7 @@ FLAGS = [
 X86_ISAS = {
     "avx2": "-mavx2 -mfma -mf16c",
     "avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni "
-    "-Wno-uninitialized -Wno-maybe-uninitialized",  # of GCC about its own header
+    "-Wno-uninitialized -Wno-maybe-uninitialized -Wno-unknown-warning-option",  # GCC's own header
 }
 """Instruction set to compiler flags; ``portable`` needs none."""
 
@@ -89,8 +89,8 @@ def build(output: Path, extra_flags: Sequence[str] = ()) -> None:
         threads = _openmp_flags(compiler, Path(directory))
         flags = [*FLAGS, *threads, *defines, *extra_flags]
         commands = [_compile_command(compiler, flags, "dispatch.cpp", "dispatch", directory)]
-        for isa, isa_flags in isas.items():
-            isa_flags = [*flags, *isa_flags.split(), f"-DKVQ_NAME(op)=kvq_##op##_{isa}"]
+        for isa, own_flags in isas.items():
+            isa_flags = [*flags, *own_flags.split(), f"-DKVQ_NAME(op)=kvq_##op##_{isa}"]
             for source in KERNEL_SOURCES:
                 name = f"{Path(source).stem}_{isa}"
                 commands.append(_compile_command(compiler, isa_flags, source, name, directory))

@@ -23,7 +23,7 @@ namespace {
 constexpr int64_t kSplitTokens = 1024;
 constexpr int64_t kMaxRows = 64;   // of a task, unless one query has more heads
 constexpr int kRowBlock = 4;       // rows that share the work of unpacking codes
-constexpr int64_t kThreadWork = 4096;  // products of a query with a key, some 20 us
+[[maybe_unused]] constexpr int64_t kThreadWork = 4096;  // products of a query with a key, some 20 us
 constexpr int64_t kRingTile = 16;  // ring tokens converted to fp32 at a time
 
 // --- integer dot products with packed codes -------------------------------------------------------

@@ -42,6 +42,7 @@ const Kernels kKernels[] = {
 
 bool supported(const char* isa) {
 #ifdef KVQ_WITH_X86
+  __builtin_cpu_init();  // this may run before the compiler's own constructors
   // These also check that the operating system saves the registers.
   if (!strcmp(isa, "avx2")) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&

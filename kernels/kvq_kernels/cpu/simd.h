@@ -15,6 +15,9 @@
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define KVQ_AVX2 1
 #include <immintrin.h>
+#elif defined(__SSE2__)  // any x86-64: only where the compiler does not find it by itself
+#define KVQ_SSE2 1
+#include <emmintrin.h>
 #endif
 
 namespace kvq {
@@ -166,9 +169,15 @@ KVQ_INLINE VI multiply_add(VI acc, VS a, VS b) {
   return (VI)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
 #elif defined(KVQ_AVX2)
   return acc + (VI)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(KVQ_SSE2)
+  return acc + (VI)_mm_madd_epi16((__m128i)a, (__m128i)b);
 #else
-  for (int i = 0; i < kLanes; ++i) acc[i] += a[i] * b[i] + a[kLanes + i] * b[kLanes + i];
-  return acc;
+  typedef int16_t Half __attribute__((vector_size(2 * kLanes)));
+  Half x[2], y[2];
+  memcpy(x, &a, sizeof x);
+  memcpy(y, &b, sizeof y);
+  acc += __builtin_convertvector(x[0], VI) * __builtin_convertvector(y[0], VI);
+  return acc + __builtin_convertvector(x[1], VI) * __builtin_convertvector(y[1], VI);
 #endif
 }
 
