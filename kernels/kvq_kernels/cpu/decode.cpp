@@ -1,0 +1,621 @@
+// Decode attention: few queries per request, many keys.
+//
+// A task is (block of queries, split, kv head): the rows of the block, that is its queries times
+// the query heads of the kv head, against kSplitTokens tokens of sealed units; the last split of
+// a block is the residual ring. Splits follow from lengths alone, so results do not depend on
+// the number of threads. Who finishes the last split of a (block, kv head) combines them, and there
+// rotates the sealed part back: a second parallel loop would make all threads wait for each other
+// once more, which is what costs most when others use the cores too.
+//
+// Sealed units are never dequantised. Per blob, the key scale is folded into the query, and the
+// product rounded to int16 with one factor per row; the logit is then an integer dot product with
+// the codes, times that factor, plus the dot product of query and zeros. The same for values: the
+// scale of a token is folded into its weight. All sums fit int32: 256 codes of up to 255 times
+// 32767 is less than 2^31.
+//
+// Rounding the products by e_i changes a sum by sum(e_i code_i). What of it does not depend on the
+// codes, sum(e_i) times the middle code, goes into the bias, which halves the error.
+#include "attention.h"
+
+namespace kvq {
+namespace {
+
+constexpr int64_t kSplitTokens = 1024;
+constexpr int64_t kMaxRows = 64;   // of a task, unless one query has more heads
+constexpr int kRowBlock = 4;       // rows that share the work of unpacking codes
+[[maybe_unused]] constexpr int64_t kThreadWork = 4096;  // products of a query with a key, some 20 us
+constexpr int64_t kRingTile = 16;  // ring tokens converted to fp32 at a time
+
+// --- integer dot products with packed codes -------------------------------------------------------
+
+// A row of packed codes and the int16 weights it is multiplied with, cut into chunks of kShorts
+// bytes. With 4-bit codes a chunk has two halves: the low nibbles belong to elements
+// [chunk * kShorts ...), the high nibbles to those plus half the row. Weights lie in the order
+// of their use, [segment][chunk][half][row][kShorts]; those beyond the end of a row of codes are
+// 0, so that whatever bytes follow it count for nothing.
+struct Layout {
+  int64_t row_bytes, chunks, halves;
+
+  Layout(int64_t row_bytes, int64_t bits)
+      : row_bytes(row_bytes), chunks(ceil_div(row_bytes, kShorts)), halves(8 / bits) {}
+
+  int64_t padded() const { return chunks * halves * kShorts; }
+  // First element of a chunk's half, in the order of the unpacked row.
+  int64_t element(int64_t chunk, int64_t half) const {
+    return half * row_bytes + chunk * kShorts;
+  }
+  // How many of its kShorts elements exist.
+  int64_t valid(int64_t chunk) const { return min_of(kShorts, row_bytes - chunk * kShorts); }
+};
+
+// out[r * out_stride + i] = sum over segments s of codes(s, row i) . weights(s, row r), for
+// `num_codes` rows of codes, a multiple of 16. Keys: a row of codes is a token, one segment.
+// Values: a row is a channel, and the blobs of the unit are the segments. Meanwhile the same codes
+// of the next unit, `next` bytes on, are fetched: the pages of a request lie anywhere, so the
+// hardware cannot guess them.
+template <int kBits, int kRows>
+void dot_codes(const Layout& layout, const uint8_t* codes, int64_t num_codes, int64_t segments,
+               int64_t segment_stride, int64_t next, const int16_t* weights, int32_t* out,
+               int64_t out_stride) {
+  // kLanes sums at a time, which one transposition turns into one vector.
+  constexpr int kTile = kLanes / (kRows == 3 ? 4 : kRows);
+  for (int64_t i = 0; i < num_codes; i += kTile) {
+    VI sums[kLanes] = {};
+    const int16_t* w = weights;
+    for (int64_t s = 0; s < segments; ++s) {
+      const uint8_t* tile = codes + s * segment_stride + i * layout.row_bytes;
+      prefetch(tile + next, kTile * layout.row_bytes);
+      for (int64_t chunk = 0; chunk < layout.chunks; ++chunk) {
+        VS packed[kTile];
+#pragma GCC unroll 16
+        for (int t = 0; t < kTile; ++t) {
+          packed[t] = load_bytes(tile + t * layout.row_bytes + chunk * kShorts);
+        }
+#pragma GCC unroll 2
+        for (int half = 0; half < 8 / kBits; ++half) {
+          VS row_weights[kRows];
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r) row_weights[r] = load<VS>(w + r * kShorts);
+          w += kRows * kShorts;
+#pragma GCC unroll 16
+          for (int t = 0; t < kTile; ++t) {
+            const VS code = kBits == 8 ? packed[t] : half ? packed[t] >> 4 : packed[t] & 15;
+#pragma GCC unroll 4
+            for (int r = 0; r < kRows; ++r) {
+              sums[r * kTile + t] = multiply_add(sums[r * kTile + t], code, row_weights[r]);
+              in_order(sums[r * kTile + t]);
+            }
+          }
+        }
+      }
+    }
+    int32_t tile_sums[kLanes];
+    store(tile_sums, sums_of(sums));
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      memcpy(out + r * out_stride + i, tile_sums + r * kTile, kTile * sizeof(int32_t));
+    }
+  }
+}
+
+template <int kBits>
+void dot_codes(int64_t rows, const Layout& layout, const uint8_t* codes, int64_t num_codes,
+               int64_t segments, int64_t segment_stride, int64_t next, const int16_t* weights, int32_t* out,
+               int64_t out_stride) {
+  const auto run = rows == 4   ? dot_codes<kBits, 4>
+                   : rows == 3 ? dot_codes<kBits, 3>
+                   : rows == 2 ? dot_codes<kBits, 2>
+                               : dot_codes<kBits, 1>;
+  run(layout, codes, num_codes, segments, segment_stride, next, weights, out, out_stride);
+}
+
+void dot_codes(int64_t bits, int64_t rows, const Layout& layout, const uint8_t* codes,
+               int64_t num_codes, int64_t segments, int64_t segment_stride, int64_t next,
+               const int16_t* weights, int32_t* out, int64_t out_stride) {
+  const auto run = bits == 4 ? dot_codes<4> : dot_codes<8>;
+  run(rows, layout, codes, num_codes, segments, segment_stride, next, weights, out, out_stride);
+}
+
+// Rounds products to int16 and keeps what is needed to undo the factor.
+struct Int16Weights {
+  float to_int, factor;  // factor: of the integer sums
+  VF lost = {};          // sum of the rounding errors, times to_int
+
+  explicit Int16Weights(float largest)
+      : to_int(largest > 1e-30f ? 32767.0f / largest : 0.0f), factor(largest / 32767.0f) {}
+
+  VS round(VF a, VF b) {
+    a *= to_int;
+    b *= to_int;
+    const VI x = round_to_int(a), y = round_to_int(b);
+    lost += (a - to_float(x)) + (b - to_float(y));
+    return pack_shorts(x, y);
+  }
+  float lost_bias(int64_t bits) const {
+    return factor * sum_of(lost) * (bits == 4 ? 7.5f : 127.5f);
+  }
+};
+
+// --- one task ---------------------------------------------------------------------------------------
+
+// What a split leaves for the combination: per row, sum of weights times values, running maximum
+// and sum of weights.
+struct Partial {
+  float* acc;  // [rows][head_size]
+  float* max;  // [rows]
+  float* sum;  // [rows]
+
+  static int64_t floats(int64_t rows, int64_t head_size) {
+    return round_up(rows * (head_size + 2), 16);
+  }
+  Partial(float* base, int64_t rows, int64_t head_size)
+      : acc(base), max(base + rows * head_size), sum(max + rows) {}
+};
+
+struct Task {
+  const KvqArgs& a;
+  const Record rec;
+  const Layout key_layout, value_layout;
+  const QueryBlock block;
+  const int64_t head, group_heads, rows;
+  const bool plain;  // no soft cap and no ALiBi
+
+  float* query;            // [rows][padded key elements], scaled; in the order of key weights
+  float *key_scale, *key_zero;      // [num_blobs][padded key elements]
+  float *value_scale, *value_zero;  // [unit_size]
+  int16_t* weights;        // [kRowBlock * the longer of both layouts]
+  int32_t* dots;           // [kRowBlock][max(unit_size, head_size)]
+  float* logits;           // [kRowBlock][unit_size]
+  float* tile;             // [kRingTile][2 * head_size]
+
+  Task(const KvqArgs& args, const QueryBlock& block, int64_t head)
+      : a(args),
+        rec(args),
+        key_layout(rec.key_row_bytes, args.key_bits),
+        value_layout(rec.value_row_bytes, args.value_bits),
+        block(block),
+        head(head),
+        group_heads(args.num_heads / args.num_kv_heads),
+        rows(block.count * group_heads),
+        plain(args.soft_cap == 0 && !args.alibi_slopes) {
+    const size_t bytes = carve(Carver(nullptr));
+    carve(Carver(kvq_scratch(KVQ_SCRATCH_OWN, bytes)));
+  }
+
+  size_t carve(Carver carver) {
+    const int64_t u = rec.unit_size, d = rec.head_size;
+    query = carver.take<float>(rows * max_of(key_layout.padded(), d));
+    key_scale = carver.take<float>(rec.num_blobs * key_layout.padded());
+    key_zero = carver.take<float>(rec.num_blobs * key_layout.padded());
+    value_scale = carver.take<float>(u);
+    value_zero = carver.take<float>(u);
+    weights = carver.take<int16_t>(
+        kRowBlock * max_of(key_layout.padded(), rec.num_blobs * value_layout.padded()));
+    dots = carver.take<int32_t>(kRowBlock * max_of(u, d));
+    logits = carver.take<float>(kRowBlock * u);
+    tile = carver.take<float>(kRingTile * 2 * d);
+    return carver.used();
+  }
+
+  int64_t query_head(int64_t row) const { return head * group_heads + row % group_heads; }
+  int64_t position(int64_t row) const { return block.position + row / group_heads; }
+  const uint8_t* query_at(int64_t row) const {
+    return a.query + (block.row + row / group_heads) * a.query_row_stride +
+           query_head(row) * a.query_head_stride;
+  }
+
+  void load_query() {
+    float unpermuted[256];
+    const int64_t padded = key_layout.padded();
+    memset(query, 0, static_cast<size_t>(rows * padded) * sizeof(float));
+    for (int64_t r = 0; r < rows; ++r) {
+      to_floats(unpermuted, query_at(r), a.query_dtype, rec.head_size);
+      for (int64_t c = 0; c < rec.head_size; ++c) unpermuted[c] *= static_cast<float>(a.scale);
+      float* to = query + r * padded;
+      for (int64_t chunk = 0; chunk < key_layout.chunks; ++chunk) {
+        for (int64_t half = 0; half < key_layout.halves; ++half, to += kShorts) {
+          memcpy(to, unpermuted + key_layout.element(chunk, half),
+                 static_cast<size_t>(key_layout.valid(chunk)) * sizeof(float));
+        }
+      }
+    }
+  }
+
+  // Scales and zeros of a unit as floats, keys' in the order of key weights. Vectors may read a
+  // few channels too many; a query that is 0 there keeps them out.
+  void load_unit_meta(const uint8_t* record, int64_t next) {
+    float *scale = key_scale, *zero = key_zero;
+    VF s, z;
+    for (int64_t b = 0; b < rec.num_blobs; ++b) {
+      const uint8_t* blob = record + b * rec.blob_bytes;
+      prefetch(blob + rec.key_meta + next, rec.blob_bytes - rec.key_meta);
+      for (int64_t chunk = 0; chunk < key_layout.chunks; ++chunk) {
+        for (int64_t half = 0; half < key_layout.halves; ++half) {
+          const uint8_t* meta = blob + rec.key_meta + key_layout.element(chunk, half) * 4;
+          for (int i = 0; i < kShorts; i += kLanes, scale += kLanes, zero += kLanes) {
+            load_meta(meta + i * 4, s, z);
+            store(scale, s);
+            store(zero, z);
+          }
+        }
+      }
+      for (int64_t t = 0; t < rec.group; t += kLanes) {
+        load_meta(blob + rec.value_meta + t * 4, s, z);
+        store(value_scale + b * rec.group + t, s);
+        store(value_zero + b * rec.group + t, z);
+      }
+    }
+  }
+
+  // Fold the key scales of a blob into `count` rows of the query, as int16 weights; per row, the
+  // factor of the integer dot product and the bias to add.
+  void fold_key_scales(int64_t blob, int64_t row, int64_t count, float* factor, float* bias) {
+    const int64_t padded = key_layout.padded();
+    const float *scale = key_scale + blob * padded, *zero = key_zero + blob * padded;
+    for (int64_t r = 0; r < count; ++r) {
+      const float* q = query + (row + r) * padded;
+      VF largest = {}, dot_zero = {};
+      for (int64_t c = 0; c < padded; c += kLanes) {
+        const VF x = loadf(q + c);
+        largest = max_of(largest, abs_of(x * loadf(scale + c)));
+        dot_zero = fma_of(x, loadf(zero + c), dot_zero);
+      }
+      Int16Weights rounded(max_lane(largest));
+      for (int64_t c = 0; c < padded; c += kShorts) {
+        const VF x = loadf(q + c) * loadf(scale + c);
+        const VF y = loadf(q + c + kLanes) * loadf(scale + c + kLanes);
+        store(weights + (c / kShorts * count + r) * kShorts,
+              rounded.round(x, y));
+      }
+      factor[r] = rounded.factor;
+      bias[r] = sum_of(dot_zero) + rounded.lost_bias(a.key_bits);
+    }
+  }
+
+  // Logits of `count` rows with the tokens of a unit.
+  void key_logits(const uint8_t* record, int64_t next, int64_t unit, int64_t row, int64_t count) {
+    float factor[kRowBlock], bias[kRowBlock];
+    for (int64_t b = 0; b < rec.num_blobs; ++b) {
+      fold_key_scales(b, row, count, factor, bias);
+      dot_codes(a.key_bits, count, key_layout, record + b * rec.blob_bytes, rec.group, 1, 0,
+                next, weights, dots, rec.group);
+      for (int64_t r = 0; r < count; ++r) {
+        float* to = logits + r * rec.unit_size + b * rec.group;
+        const VF f = splat(factor[r]), z = splat(bias[r]);
+        for (int64_t t = 0; t < rec.group; t += kLanes) {
+          store(to + t, fma_of(to_float(load<VI>(dots + r * rec.group + t)), f, z));
+        }
+      }
+    }
+    if (rec.anchor && unit == 0 && record[rec.anchor_flag] == 1) {
+      for (int64_t r = 0; r < count; ++r) {
+        logits[r * rec.unit_size] = anchor_logit(record, row + r);
+      }
+    }
+  }
+
+  // Logit of the sequence's first token, whose key is kept apart.
+  float anchor_logit(const uint8_t* record, int64_t row) const {
+    const float* q = query + row * key_layout.padded();
+    const uint8_t* codes = record + rec.anchor_codes;
+    uint16_t meta[2];
+    memcpy(meta, record + rec.anchor_meta, sizeof meta);
+    float dot = 0, total = 0;
+    for (int64_t chunk = 0; chunk < key_layout.chunks; ++chunk) {
+      for (int64_t half = 0; half < key_layout.halves; ++half, q += kShorts) {
+        for (int64_t i = 0; i < key_layout.valid(chunk); ++i) {
+          dot += q[i] * static_cast<float>(codes[key_layout.element(chunk, half) + i]);
+          total += q[i];
+        }
+      }
+    }
+    return dot * half_to_float(meta[0]) + total * half_to_float(meta[1]);
+  }
+
+  // Soft cap, ALiBi and masks on logits[0, count) of a row with the keys from `key` on. `visible`
+  // says how many of them are not beyond the query.
+  void transform(float* row_logits, int64_t row, int64_t key, int64_t count, int64_t visible) {
+    const int64_t query_position = position(row);
+    if (!plain) {
+      const float cap = static_cast<float>(a.soft_cap);
+      const float slope = a.alibi_slopes ? a.alibi_slopes[query_head(row)] : 0.0f;
+      VF distance = lane_numbers() + static_cast<float>(key - query_position);
+      for (int64_t t = 0; t < count; t += kLanes, distance += static_cast<float>(kLanes)) {
+        VF x = loadf(row_logits + t);
+        if (cap != 0.0f) x = soft_capped(x, cap);
+        store(row_logits + t, fma_of(distance, splat(slope), x));
+      }
+    }
+    const int64_t hidden = min_of(count, lowest_position(a, query_position) - key);
+    for (int64_t t = 0; t < hidden; ++t) row_logits[t] = -__builtin_inff();
+    for (int64_t t = max_of(0, visible); t < count; ++t) row_logits[t] = -__builtin_inff();
+  }
+
+  // Running softmax of one row: logits become weights. Returns the factor for what was summed
+  // before.
+  float softmax(float* row_logits, int64_t count, float& running_max, float& running_sum) {
+    VF most = splat(running_max);
+    for (int64_t t = 0; t < count; t += kLanes) most = max_of(most, loadf(row_logits + t));
+    const float new_max = max_lane(most);
+    VF sum = {};
+    for (int64_t t = 0; t < count; t += kLanes) {
+      const VF weight = exp_of(loadf(row_logits + t) - new_max);
+      sum += weight;
+      store(row_logits + t, weight);
+    }
+    const float rescale = exp_of(running_max - new_max);
+    running_sum = running_sum * rescale + sum_of(sum);
+    running_max = new_max;
+    return rescale;
+  }
+
+  // Fold the value scales into the softmax weights of row `r` of `count`, as int16 weights; the
+  // factor of the integer sums and the bias to add.
+  void fold_value_scales(const float* p, int64_t r, int64_t count, float& factor, float& bias) {
+    VF largest = {}, dot_zero = {};
+    for (int64_t t = 0; t < rec.unit_size; t += kLanes) {
+      const VF x = loadf(p + t);
+      largest = max_of(largest, x * loadf(value_scale + t));
+      dot_zero = fma_of(x, loadf(value_zero + t), dot_zero);
+    }
+    Int16Weights rounded(max_lane(largest));
+    int16_t* to = weights + r * kShorts;
+    for (int64_t b = 0; b < rec.num_blobs; ++b) {
+      for (int64_t chunk = 0; chunk < value_layout.chunks; ++chunk) {
+        for (int64_t half = 0; half < value_layout.halves; ++half, to += count * kShorts) {
+          const int64_t t = b * rec.group + value_layout.element(chunk, half);
+          const VF x = loadf(p + t) * loadf(value_scale + t);
+          VF y = {};  // a row of codes may be half a chunk: 32 tokens of 4 bits with AVX-512
+          if (value_layout.valid(chunk) > kLanes) {
+            y = loadf(p + t + kLanes) * loadf(value_scale + t + kLanes);
+          }
+          store(to, rounded.round(x, y));
+        }
+      }
+    }
+    factor = rounded.factor;
+    bias = sum_of(dot_zero) + rounded.lost_bias(a.value_bits);
+  }
+
+  // `next`: from this record to that of the next unit.
+  void attend_unit(const uint8_t* record, int64_t next, int64_t unit, int64_t row, int64_t count,
+                   Partial& partial) {
+    const int64_t u = rec.unit_size, d = rec.head_size;
+    key_logits(record, next, unit, row, count);
+    float rescale[kRowBlock], factor[kRowBlock], bias[kRowBlock];
+    for (int64_t r = 0; r < count; ++r) {
+      float* p = logits + r * u;
+      transform(p, row + r, unit * u, u, u);
+      rescale[r] = softmax(p, u, partial.max[row + r], partial.sum[row + r]);
+      fold_value_scales(p, r, count, factor[r], bias[r]);
+    }
+    dot_codes(a.value_bits, count, value_layout, record + rec.value_codes, d, rec.num_blobs,
+              rec.blob_bytes, next, weights, dots, d);
+    for (int64_t r = 0; r < count; ++r) {
+      float* acc = partial.acc + (row + r) * d;
+      const VF f = splat(factor[r]), z = splat(bias[r]), old = splat(rescale[r]);
+      for (int64_t c = 0; c < d; c += kLanes) {
+        const VF fresh = fma_of(to_float(load<VI>(dots + r * d + c)), f, z);
+        store(acc + c, fma_of(loadf(acc + c), old, fresh));
+      }
+    }
+  }
+
+  void attend_units(int64_t first_unit, int64_t end_unit, Partial partial) {
+    load_query();
+    start(partial);
+    for (int64_t unit = first_unit; unit < end_unit; ++unit) {
+      const uint8_t* record = record_at(a, block.request, unit, head);
+      const int64_t next =
+          unit + 1 < end_unit ? record_at(a, block.request, unit + 1, head) - record : 0;
+      load_unit_meta(record, next);
+      for (int64_t row = 0; row < rows; row += kRowBlock) {
+        attend_unit(record, row == 0 ? next : 0, unit, row, min_of(kRowBlock, rows - row), partial);
+      }
+    }
+  }
+
+  void start(Partial& partial) const {
+    memset(partial.acc, 0, static_cast<size_t>(rows * rec.head_size) * sizeof(float));
+    for (int64_t r = 0; r < rows; ++r) {
+      partial.max[r] = kLowest;
+      partial.sum[r] = 0;
+    }
+  }
+
+  // --- the residual ring, in fp32 ---
+
+  void attend_ring(Partial partial) {
+    const int64_t d = rec.head_size, end = block.position + block.count;
+    for (int64_t r = 0; r < rows; ++r) {
+      float* q = query + r * d;
+      to_floats(q, query_at(r), a.query_dtype, d);
+      for (int64_t c = 0; c < d; ++c) q[c] *= static_cast<float>(a.scale);
+    }
+    start(partial);
+    const int64_t lowest = lowest_position(a, block.position);
+    for (int64_t key = max_of(block.open_start, lowest); key < end; key += kRingTile) {
+      const int64_t count = min_of(kRingTile, end - key);
+      for (int64_t t = 0; t < count; ++t) {
+        to_floats(tile + t * 2 * d, ring_at(a, block.request, key + t, head), a.ring_dtype, 2 * d);
+      }
+      memset(tile + count * 2 * d, 0, static_cast<size_t>((kRingTile - count) * 2 * d) * 4);
+      for (int64_t r = 0; r < rows; r += kRowBlock) {
+        switch (min_of(kRowBlock, rows - r)) {
+          case 4: attend_tile<4>(r, key, partial); break;
+          case 3: attend_tile<3>(r, key, partial); break;
+          case 2: attend_tile<2>(r, key, partial); break;
+          default: attend_tile<1>(r, key, partial);
+        }
+      }
+    }
+  }
+
+  // Rows [row, row + kRows) against the kRingTile tokens in `tile`.
+  template <int kRows>
+  void attend_tile(int64_t row, int64_t key, Partial& partial) {
+    const int64_t d = rec.head_size;
+    float p[kRows][kRingTile];
+    tile_logits<kRows>(query + row * d, p);
+    VF rescale[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      transform(p[r], row + r, key, kRingTile, position(row + r) + 1 - key);
+      rescale[r] =
+          splat(softmax(p[r], kRingTile, partial.max[row + r], partial.sum[row + r]));
+    }
+    float* acc = partial.acc + row * d;
+    for (int64_t c = 0; c < d; c += kLanes) {
+      VF sums[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) sums[r] = loadf(acc + r * d + c) * rescale[r];
+      for (int64_t t = 0; t < kRingTile; ++t) {
+        const VF value = loadf(tile + t * 2 * d + d + c);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) sums[r] = fma_of(splat(p[r][t]), value, sums[r]);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) store(acc + r * d + c, sums[r]);
+    }
+  }
+
+  // As dot_codes, in fp32.
+  template <int kRows>
+  void tile_logits(const float* q, float (*p)[kRingTile]) {
+    constexpr int kTokens = kLanes / (kRows == 3 ? 4 : kRows);
+    const int64_t d = rec.head_size;
+    for (int64_t t = 0; t < kRingTile; t += kTokens) {
+      VF sums[kLanes] = {};
+      for (int64_t c = 0; c < d; c += kLanes) {
+        VF keys[kTokens];
+#pragma GCC unroll 16
+        for (int i = 0; i < kTokens; ++i) keys[i] = loadf(tile + (t + i) * 2 * d + c);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          const VF row_query = loadf(q + r * d + c);
+#pragma GCC unroll 16
+          for (int i = 0; i < kTokens; ++i) {
+            sums[r * kTokens + i] = fma_of(keys[i], row_query, sums[r * kTokens + i]);
+          }
+        }
+      }
+      float tile_sums[kLanes];
+      store(tile_sums, sums_of(sums));
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        memcpy(p[r] + t, tile_sums + r * kTokens, kTokens * sizeof(float));
+      }
+    }
+  }
+};
+
+// --- the whole batch ----------------------------------------------------------------------------
+
+struct PlannedBlock {
+  QueryBlock block;
+  int64_t splits;    // of sealed units; the ring is one more
+  int64_t partials;  // offset of its partials, in floats: [kv head][split]
+  int64_t first_task;
+  int64_t unfinished;  // index of its counters of unfinished splits, [kv head]
+
+  int64_t rows(const KvqArgs& a) const { return block.count * (a.num_heads / a.num_kv_heads); }
+  int64_t partial_floats(const KvqArgs& a) const { return Partial::floats(rows(a), a.head_size); }
+};
+
+// Merge the splits of one (block, kv head) and write the output.
+void combine(const KvqArgs& a, const PlannedBlock& planned, const float* partials, int64_t head) {
+  const int64_t d = a.head_size, rows = planned.rows(a), splits = planned.splits + 1;
+  const int64_t stride = planned.partial_floats(a), group_heads = a.num_heads / a.num_kv_heads;
+  float* base = const_cast<float*>(partials) + planned.partials + head * splits * stride;
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t query_head = head * group_heads + r % group_heads;
+    float most = a.sinks ? a.sinks[query_head] : kLowest;
+    for (int64_t s = 0; s < splits; ++s) {
+      const float split_max = Partial(base + s * stride, rows, d).max[r];
+      most = split_max > most ? split_max : most;
+    }
+    float sum = a.sinks ? exp_of(a.sinks[query_head] - most) : 0.0f;
+    float acc[256] = {};
+    for (int64_t s = 0; s < splits; ++s) {
+      if (s == planned.splits && s > 0 && a.rotate_values) rotate_row(acc, d);  // the ring is next
+      const Partial p(base + s * stride, rows, d);
+      const float weight = exp_of(p.max[r] - most);
+      sum += p.sum[r] * weight;
+      const VF w = splat(weight);
+      for (int64_t c = 0; c < d; c += kLanes) {
+        store(acc + c, fma_of(loadf(p.acc + r * d + c), w, loadf(acc + c)));
+      }
+    }
+    for (int64_t c = 0; c < d; c += kLanes) store(acc + c, loadf(acc + c) / sum);
+    from_floats(a.out + (planned.block.row + r / group_heads) * a.out_row_stride +
+                    query_head * a.out_head_stride,
+                acc, a.out_dtype, d);
+  }
+}
+
+}  // namespace
+}  // namespace kvq
+
+using namespace kvq;
+
+extern "C" void KVQ_NAME(decode)(const KvqArgs* args) {
+  const KvqArgs& a = *args;
+  const int64_t heads = a.num_kv_heads, group_heads = a.num_heads / heads;
+  const int64_t max_count = max_of(1, kMaxRows / group_heads);
+  const int64_t split_units = kSplitTokens / a.unit_size;
+
+  int64_t num_blocks = 0, num_tasks = 0, floats = 0, work = 0;
+  PlannedBlock* plan = nullptr;
+  int32_t* unfinished = nullptr;
+  const auto visit = [&](const QueryBlock& block) {
+    PlannedBlock p{block, ceil_div(block.end_unit - block.first_unit, split_units), floats,
+                   num_tasks, num_blocks * heads};
+    if (plan) {
+      plan[num_blocks] = p;
+      for (int64_t h = 0; h < heads; ++h) {
+        unfinished[p.unfinished + h] = static_cast<int32_t>(p.splits + 1);
+      }
+    }
+    ++num_blocks;
+    work += (block.position + block.count - block.first_unit * a.unit_size) * p.rows(a) * heads;
+    num_tasks += (p.splits + 1) * heads;
+    floats += (p.splits + 1) * heads * p.partial_floats(a);
+  };
+  for_each_query_block(a, max_count, visit);
+  if (num_blocks == 0) return;
+  float* partials = nullptr;
+  const auto carve = [&](Carver carver) {
+    plan = carver.take<PlannedBlock>(num_blocks);
+    unfinished = carver.take<int32_t>(num_blocks * heads);
+    partials = carver.take<float>(floats);
+    return carver.used();
+  };
+  carve(Carver(kvq_scratch(KVQ_SCRATCH_SHARED, carve(Carver(nullptr)))));
+  num_blocks = num_tasks = floats = work = 0;
+  for_each_query_block(a, max_count, visit);
+
+#pragma omp parallel num_threads(threads_for(a, work, kThreadWork))
+  {
+    int64_t b = 0;  // a thread's tasks come in ascending order
+#pragma omp for schedule(monotonic : dynamic, 1) nowait
+    for (int64_t i = 0; i < num_tasks; ++i) {
+      while (b + 1 < num_blocks && plan[b + 1].first_task <= i) ++b;
+      const PlannedBlock& planned = plan[b];
+      const int64_t split = (i - planned.first_task) / heads;
+      const int64_t head = (i - planned.first_task) % heads;
+      float* base = partials + planned.partials +
+                    (head * (planned.splits + 1) + split) * planned.partial_floats(a);
+      Task task(a, planned.block, head);
+      const Partial partial(base, task.rows, a.head_size);
+      if (split == planned.splits) {
+        task.attend_ring(partial);
+      } else {
+        const int64_t first = planned.block.first_unit + split * split_units;
+        task.attend_units(first, min_of(first + split_units, planned.block.end_unit), partial);
+      }
+      // Acquire and release: whoever is last sees what the others wrote.
+      if (__atomic_sub_fetch(unfinished + planned.unfinished + head, 1, __ATOMIC_ACQ_REL) == 0) {
+        combine(a, planned, partials, head);
+      }
+    }
+  }
+}

@@ -1,0 +1,113 @@
+// The library's entry points: pick the best instruction set once, hand each call to it.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "common.h"
+
+#define KVQ_EXPORT extern "C" __attribute__((visibility("default")))
+#define KVQ_DECLARE(isa)                        \
+  extern "C" {                                  \
+  void kvq_seal_##isa(const KvqArgs*);          \
+  void kvq_write_ring_##isa(const KvqArgs*);    \
+  void kvq_decode_##isa(const KvqArgs*);        \
+  void kvq_prefill_##isa(const KvqArgs*);       \
+  }
+#define KVQ_KERNELS(isa) \
+  {#isa, kvq_seal_##isa, kvq_write_ring_##isa, kvq_decode_##isa, kvq_prefill_##isa}
+
+KVQ_DECLARE(portable)
+#ifdef KVQ_WITH_X86
+KVQ_DECLARE(avx2)
+KVQ_DECLARE(avx512)
+#endif
+
+namespace {
+
+using Kernel = void (*)(const KvqArgs*);
+
+struct Kernels {
+  const char* isa;
+  Kernel seal, write_ring, decode, prefill;
+};
+
+// Best last.
+const Kernels kKernels[] = {
+    KVQ_KERNELS(portable),
+#ifdef KVQ_WITH_X86
+    KVQ_KERNELS(avx2),
+    KVQ_KERNELS(avx512),
+#endif
+};
+
+bool supported(const char* isa) {
+#ifdef KVQ_WITH_X86
+  __builtin_cpu_init();  // this may run before the compiler's own constructors
+  // These also check that the operating system saves the registers.
+  if (!strcmp(isa, "avx2")) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("f16c");
+  }
+  if (!strcmp(isa, "avx512")) {  // Cascade Lake, Ice Lake, Zen 4 and later
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni");
+  }
+#endif
+  return !strcmp(isa, "portable");
+}
+
+const Kernels* best() {
+  const Kernels* found = nullptr;
+  for (const Kernels& k : kKernels) {
+    if (supported(k.isa)) found = &k;
+  }
+  return found;
+}
+
+const Kernels* selected = best();
+
+struct Scratch {
+  void* memory = nullptr;
+  size_t bytes = 0;
+  ~Scratch() { free(memory); }
+};
+
+thread_local Scratch scratch[2];
+
+}  // namespace
+
+extern "C" void* kvq_scratch(KvqScratch which, size_t bytes) {
+  Scratch& s = scratch[which];
+  if (s.bytes < bytes) {
+    free(s.memory);
+    s.bytes = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+    s.memory = aligned_alloc(4096, s.bytes);
+    if (!s.memory) {  // no way to report from the middle of a parallel region
+      fprintf(stderr, "kvq: out of memory: %zu bytes of scratch\n", s.bytes);
+      abort();
+    }
+  }
+  return s.memory;
+}
+
+KVQ_EXPORT int64_t kvq_abi_version() { return KVQ_ABI_VERSION; }
+KVQ_EXPORT int64_t kvq_args_bytes() { return sizeof(KvqArgs); }
+KVQ_EXPORT const char* kvq_source_hash() { return KVQ_SOURCE_HASH; }
+KVQ_EXPORT const char* kvq_isa() { return selected->isa; }
+
+// Returns 0, or -1 where the instruction set is unknown or this CPU lacks it.
+KVQ_EXPORT int kvq_select_isa(const char* isa) {
+  for (const Kernels& k : kKernels) {
+    if (!strcmp(isa, k.isa) && supported(isa)) {
+      selected = &k;
+      return 0;
+    }
+  }
+  return -1;
+}
+
+KVQ_EXPORT void kvq_seal(const KvqArgs* a) { selected->seal(a); }
+KVQ_EXPORT void kvq_write_ring(const KvqArgs* a) { selected->write_ring(a); }
+KVQ_EXPORT void kvq_decode(const KvqArgs* a) { selected->decode(a); }
+KVQ_EXPORT void kvq_prefill(const KvqArgs* a) { selected->prefill(a); }
