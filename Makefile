@@ -35,6 +35,9 @@ lint: setup ## ruff and mypy
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m mypy
 
+# One thread for tests: engines and servers that run side by side would fight for the cores.
+test test-fast test-engine test-vllm-next sanitize: export OMP_NUM_THREADS := 1
+
 .PHONY: test
 test: lint test-fast test-engine ## lint, then every test
 
@@ -51,6 +54,10 @@ test-vllm-next: setup ## every test against the next vLLM, on this one's compile
 	$(VENV_PYTHON) tools/vllm_next.py
 	PYTHONPATH=$(CURDIR)/.venv-next/overlay $(PYTEST) $(ARGS)
 
+.PHONY: sanitize
+sanitize: setup ## the C++ kernels' tests under AddressSanitizer and UBSan
+	tools/sanitize.sh
+
 .PHONY: capacity
 capacity: setup ## benchmarks/capacity.py; JSON=out.json keeps the result
 	$(VENV_PYTHON) benchmarks/capacity.py $(if $(JSON),--json "$(JSON)")
@@ -58,6 +65,11 @@ capacity: setup ## benchmarks/capacity.py; JSON=out.json keeps the result
 .PHONY: quality
 quality: setup ## benchmarks/quality.py; JSON=out.json keeps the result
 	$(VENV_PYTHON) benchmarks/quality.py $(if $(JSON),--json "$(JSON)")
+
+.PHONY: bench
+bench: setup ## speed: the C++ kernels against vLLM's, then the engine end to end
+	$(VENV_PYTHON) benchmarks/cpu_bench.py $(if $(JSON),--json "$(JSON)")
+	$(VENV_PYTHON) benchmarks/e2e_bench.py $(if $(JSON),--json "$(JSON:.json=-e2e.json)")
 
 .PHONY: clean
 clean: ## remove environments, caches and build results

@@ -24,8 +24,8 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, LayerCache
-from kvq_kernels.dispatch import select_kernels
+from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, LayerCache, reference
+from kvq_kernels.dispatch import ENV_VAR, fallback_reason, select_kernels
 from kvq_kernels.formats import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE, UNIT_SIZES
 from kvq_vllm.checks import OUR_BACKEND
 from kvq_vllm.config import KVQConfig, KVQConfigError
@@ -258,10 +258,10 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
             layers[self.residual_name] = ResidualLayer(layer, self.fmt, ResidualBackend)
         device = layer._k_scale.device
         self.kernels = select_kernels(device)
-        if self.kernels.__name__.endswith("reference"):
+        if self.kernels is reference:
             logger.warning_once(
-                "kvq: running the reference kernels (plain PyTorch) on %s: correct, but slow.",
-                device.type,
+                "kvq: running the reference kernels, correct but slow: %s",
+                fallback_reason(device) or f"{ENV_VAR} is set.",
             )
         self.params = dataclasses.replace(
             self.params,
