@@ -133,6 +133,32 @@ def test_mixed_mamba_models(tmp_path: Path) -> None:
     assert_refused(tmp_path, "does not support hybrid models")
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_sparse": True}, "sparse not supported"),
+        ({"use_mla": True}, "MLA not supported"),
+        ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
+        ({"attn_type": "encoder_only"}, "attention type encoder_only not supported"),
+        ({"use_non_causal": True}, "non-causal attention not supported"),
+        ({"head_size": 72}, "head size 72"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_single_layers(llama: Path, changes: dict[str, Any], reason: str) -> None:
+    """What only shows when a layer is built, still without its weights."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    plain = AttentionSelectorConfig(64, torch.float32, "kvq-int4", None)
+    with set_current_vllm_config(create_config(llama)):
+        assert "kvq" in current_platform.get_attn_backend_cls(None, plain)
+        with pytest.raises(KVQConfigError, match=f"{reason}.*--kv-cache-dtype auto"):
+            current_platform.get_attn_backend_cls(None, plain._replace(**changes))
+
+
 class _Anything:
     """Attributes of a configuration that vLLM itself refuses on this platform."""
 
