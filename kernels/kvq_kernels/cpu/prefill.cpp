@@ -15,9 +15,9 @@
 namespace kvq {
 namespace {
 
-constexpr int64_t kMaxRows = 512;  // of a task: bounds its panels to what a second-level cache holds
+constexpr int64_t kMaxRows = 512;  // of a task: its panels fit a second-level cache
 
-[[maybe_unused]] constexpr int64_t kThreadWork = 2048;  // products of a query with a key, some 20 us
+[[maybe_unused]] constexpr int64_t kThreadWork = 2048;  // query-key products, some 20 us
 
 // The register tile of `multiply`: kTileRows x kPanelVectors accumulators.
 #if defined(KVQ_AVX512)
