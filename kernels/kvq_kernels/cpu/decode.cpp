@@ -151,13 +151,13 @@ struct Task {
   const int64_t head, group_heads, rows;
   const bool plain;  // no soft cap and no ALiBi
 
-  float* query;            // [rows][padded key elements], scaled; in the order of key weights
+  float* query;  // [rows][padded key elements], scaled; in the order of key weights
   float *key_scale, *key_zero;      // [num_blobs][padded key elements]
   float *value_scale, *value_zero;  // [unit_size]
-  int16_t* weights;        // [kRowBlock * the longer of both layouts]
-  int32_t* dots;           // [kRowBlock][max(unit_size, head_size)]
-  float* logits;           // [kRowBlock][unit_size]
-  float* tile;             // [kRingTile][2 * head_size]
+  int16_t* weights;                 // [kRowBlock * the longer of both layouts]
+  int32_t* dots;                    // [kRowBlock][max(unit_size, head_size)]
+  float* logits;                    // [kRowBlock][unit_size]
+  float* tile;                      // [kRingTile][2 * head_size]
 
   Task(const KvqArgs& args, const QueryBlock& block, int64_t head)
       : a(args),
@@ -255,8 +255,7 @@ struct Task {
       for (int64_t c = 0; c < padded; c += kShorts) {
         const VF x = loadf(q + c) * loadf(scale + c);
         const VF y = loadf(q + c + kLanes) * loadf(scale + c + kLanes);
-        store(weights + (c / kShorts * count + r) * kShorts,
-              rounded.round(x, y));
+        store(weights + (c / kShorts * count + r) * kShorts, rounded.round(x, y));
       }
       factor[r] = rounded.factor;
       bias[r] = sum_of(dot_zero) + rounded.lost_bias(a.key_bits);
