@@ -11,8 +11,8 @@ The output is first compared with the oracle's. Both sides go round as many copi
 vLLM loads one build of its operations per process, the best for the CPU; ``--vllm-isa avx2``
 makes it the one for CPUs without AVX-512. ``--isa`` does the same for ours.
 
-A machine with other work on it needs more rounds (``--seconds``), and OpenMP threads that spin
-while others wait make two-thread figures worse for both sides.
+A machine with other work on it needs more rounds (``--seconds``), or for one thread
+``--cpu-time``. With two threads one waits for the other, so nothing but a quiet machine will do.
 """
 
 from __future__ import annotations
@@ -213,10 +213,10 @@ def vllm_side(step: Step, ops: ModuleType) -> Callable[[], torch.Tensor]:
     return run
 
 
-def timed(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    start = clock()
     run()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def bench(case: Case, ops: ModuleType, vllm_isa: str, options: argparse.Namespace) -> list[Result]:
@@ -232,6 +232,7 @@ def bench(case: Case, ops: ModuleType, vllm_isa: str, options: argparse.Namespac
         if not error <= MAX_ERROR:
             sys.exit(f"{case}: {name} is wrong, error {error:.1e}")
     vllm()
+    clock = time.process_time if options.cpu_time else time.perf_counter
 
     times: dict[str, list[float]] = {name: [] for name in formats}
     vllm_times: list[float] = []
@@ -240,8 +241,8 @@ def bench(case: Case, ops: ModuleType, vllm_isa: str, options: argparse.Namespac
     while len(vllm_times) < 5 or time.perf_counter() < end:
         for name, (run, _) in sides.items():
             # Each with vLLM right before it, so that a disturbance hits both or is an outlier.
-            vllm_times.append(timed(vllm))
-            times[name].append(timed(run))
+            vllm_times.append(timed(vllm, clock))
+            times[name].append(timed(run, clock))
             ratios[name].append(vllm_times[-1] / times[name][-1])
     results = []
     for name, (run, _) in sides.items():
@@ -317,6 +318,9 @@ def main() -> None:
     parser.add_argument("--op", choices=["decode", "prefill"])
     parser.add_argument("--threads", type=int, nargs="+", help="only these thread counts")
     parser.add_argument("--seconds", type=float, help="time per case; at least five rounds run")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="of the process: one thread on a busy machine"
+    )
     parser.add_argument("--layers", type=int, help="copies of the cache; 1 is a warm cache")
     parser.add_argument("--isa", default="auto", choices=["auto", "portable", "avx2", "avx512"])
     parser.add_argument("--vllm-isa", default="auto", choices=["auto", "avx2"])

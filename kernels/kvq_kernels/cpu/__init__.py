@@ -45,7 +45,7 @@ _OUT_DTYPES = {**_DTYPES, torch.float64: (3, 8)}
 _NO_ROWS = (0, 0, 0, 0)
 
 
-class _Unavailable(Exception):
+class _Unavailable(RuntimeError):
     """The kernels cannot be used; the message says why, and what to do."""
 
 

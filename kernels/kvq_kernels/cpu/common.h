@@ -35,7 +35,7 @@ inline size_t dtype_bytes(int64_t dtype) {
   return dtype == KVQ_F32 ? 4 : dtype == KVQ_F64 ? 8 : 2;
 }
 
-// --- half precision in portable code; rounds to nearest even -----------------------------------
+// --- half precision in portable code; rounds to nearest even ------------------------------------
 
 inline float half_to_float(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
@@ -77,7 +77,7 @@ inline uint16_t float_to_half(float f) {
   return static_cast<uint16_t>(sign | half);
 }
 
-// --- records: see formats.py -------------------------------------------------------------------
+// --- records: see formats.py --------------------------------------------------------------------
 
 struct Record {
   int64_t head_size, unit_size, group, num_blobs;
@@ -119,7 +119,7 @@ inline uint8_t* ring_at(const KvqArgs& a, int64_t request, int64_t position, int
          slot % a.ring_block_size * a.ring_slot_stride;
 }
 
-// --- batches -----------------------------------------------------------------------------------
+// --- batches ------------------------------------------------------------------------------------
 
 inline int64_t index_at(const void* indices, int64_t is_64, int64_t i) {
   return is_64 ? static_cast<const int64_t*>(indices)[i] : static_cast<const int32_t*>(indices)[i];
@@ -138,6 +138,11 @@ inline Request request_at(const KvqArgs& a, int64_t request) {
   return {row, end - (stop - row), end};
 }
 
+// Lowest position that a query at `position` sees.
+inline int64_t lowest_position(const KvqArgs& a, int64_t position) {
+  return a.sliding_window ? max_of(0, position - a.sliding_window + 1) : 0;
+}
+
 // Queries of one request that lie in one unit, so that they read the same sealed units,
 // [first_unit, end_unit), and from `open_start` on full precision.
 struct QueryBlock {
@@ -154,18 +159,12 @@ inline void for_each_query_block(const KvqArgs& a, int64_t max_count, Visit visi
     for (int64_t position = q.start; position < q.end;) {
       const int64_t unit = position / a.unit_size;
       const int64_t stop = min_of(min_of(q.end, (unit + 1) * a.unit_size), position + max_count);
-      const int64_t lowest =
-          a.sliding_window ? max_of(0, position - a.sliding_window + 1) : 0;
+      const int64_t first_unit = lowest_position(a, position) / a.unit_size;
       visit(QueryBlock{r, q.row + position - q.start, position, stop - position, q.start,
-                       min_of(lowest / a.unit_size, unit), unit, unit * a.unit_size});
+                       first_unit, unit, unit * a.unit_size});
       position = stop;
     }
   }
-}
-
-// Lowest position that a query at `position` sees.
-inline int64_t lowest_position(const KvqArgs& a, int64_t position) {
-  return a.sliding_window ? max_of(0, position - a.sliding_window + 1) : 0;
 }
 
 // How many threads `work` is worth, in units of the `enough` that pays for waking one.

@@ -23,10 +23,10 @@ namespace {
 constexpr int64_t kSplitTokens = 1024;
 constexpr int64_t kMaxRows = 64;   // of a task, unless one query has more heads
 constexpr int kRowBlock = 4;       // rows that share the work of unpacking codes
-[[maybe_unused]] constexpr int64_t kThreadWork = 4096;  // products of a query with a key, some 20 us
+[[maybe_unused]] constexpr int64_t kThreadWork = 4096;  // query-key products, some 20 us
 constexpr int64_t kRingTile = 16;  // ring tokens converted to fp32 at a time
 
-// --- integer dot products with packed codes -------------------------------------------------------
+// --- integer dot products with packed codes -----------------------------------------------------
 
 // A row of packed codes and the int16 weights it is multiplied with, cut into chunks of kShorts
 // bytes. With 4-bit codes a chunk has two halves: the low nibbles belong to elements
@@ -48,42 +48,42 @@ struct Layout {
   int64_t valid(int64_t chunk) const { return min_of(kShorts, row_bytes - chunk * kShorts); }
 };
 
-// out[r * out_stride + i] = sum over segments s of codes(s, row i) . weights(s, row r), for
-// `num_codes` rows of codes, a multiple of 16. Keys: a row of codes is a token, one segment.
-// Values: a row is a channel, and the blobs of the unit are the segments. Meanwhile the same codes
-// of the next unit, `next` bytes on, are fetched: the pages of a request lie anywhere, so the
-// hardware cannot guess them.
+// `count` rows of packed codes, a multiple of 16, each in `segments` parts. Keys: a row is a token,
+// of one segment. Values: a row is a channel, and the blobs of the unit are the segments.
+struct PackedRows {
+  const Layout& layout;
+  const uint8_t* codes;
+  int64_t count, segments, segment_stride;
+  int64_t next;  // distance to the same codes of the next unit
+};
+
+// out[r * out_stride + i] = sum over segments s of codes(s, row i) . weights(s, row r). Meanwhile
+// the next unit is fetched: the pages of a request lie anywhere, so the hardware cannot guess it.
 template <int kBits, int kRows>
-void dot_codes(const Layout& layout, const uint8_t* codes, int64_t num_codes, int64_t segments,
-               int64_t segment_stride, int64_t next, const int16_t* weights, int32_t* out,
-               int64_t out_stride) {
+void dot_codes(const PackedRows& rows, const int16_t* weights, int32_t* out, int64_t out_stride) {
   // kLanes sums at a time, which one transposition turns into one vector.
   constexpr int kTile = kLanes / (kRows == 3 ? 4 : kRows);
-  for (int64_t i = 0; i < num_codes; i += kTile) {
+  const int64_t row_bytes = rows.layout.row_bytes, chunks = rows.layout.chunks;
+  for (int64_t i = 0; i < rows.count; i += kTile) {
     VI sums[kLanes] = {};
     const int16_t* w = weights;
-    for (int64_t s = 0; s < segments; ++s) {
-      const uint8_t* tile = codes + s * segment_stride + i * layout.row_bytes;
-      prefetch(tile + next, kTile * layout.row_bytes);
-      for (int64_t chunk = 0; chunk < layout.chunks; ++chunk) {
+    for (int64_t s = 0; s < rows.segments; ++s) {
+      const uint8_t* tile = rows.codes + s * rows.segment_stride + i * row_bytes;
+      prefetch(tile + rows.next, kTile * row_bytes);
+      for (int64_t chunk = 0; chunk < chunks; ++chunk, tile += kShorts) {
         VS packed[kTile];
 #pragma GCC unroll 16
-        for (int t = 0; t < kTile; ++t) {
-          packed[t] = load_bytes(tile + t * layout.row_bytes + chunk * kShorts);
-        }
+        for (int t = 0; t < kTile; ++t) packed[t] = load_bytes(tile + t * row_bytes);
 #pragma GCC unroll 2
-        for (int half = 0; half < 8 / kBits; ++half) {
-          VS row_weights[kRows];
-#pragma GCC unroll 4
-          for (int r = 0; r < kRows; ++r) row_weights[r] = load<VS>(w + r * kShorts);
-          w += kRows * kShorts;
+        for (int half = 0; half < 8 / kBits; ++half, w += kRows * kShorts) {
 #pragma GCC unroll 16
           for (int t = 0; t < kTile; ++t) {
             const VS code = kBits == 8 ? packed[t] : half ? packed[t] >> 4 : packed[t] & 15;
 #pragma GCC unroll 4
             for (int r = 0; r < kRows; ++r) {
-              sums[r * kTile + t] = multiply_add(sums[r * kTile + t], code, row_weights[r]);
-              in_order(sums[r * kTile + t]);
+              VI& sum = sums[r * kTile + t];
+              sum = multiply_add(sum, code, load<VS>(w + r * kShorts));
+              in_order(sum);
             }
           }
         }
@@ -98,22 +98,13 @@ void dot_codes(const Layout& layout, const uint8_t* codes, int64_t num_codes, in
   }
 }
 
-template <int kBits>
-void dot_codes(int64_t rows, const Layout& layout, const uint8_t* codes, int64_t num_codes,
-               int64_t segments, int64_t segment_stride, int64_t next, const int16_t* weights, int32_t* out,
-               int64_t out_stride) {
-  const auto run = rows == 4   ? dot_codes<kBits, 4>
-                   : rows == 3 ? dot_codes<kBits, 3>
-                   : rows == 2 ? dot_codes<kBits, 2>
-                               : dot_codes<kBits, 1>;
-  run(layout, codes, num_codes, segments, segment_stride, next, weights, out, out_stride);
-}
-
-void dot_codes(int64_t bits, int64_t rows, const Layout& layout, const uint8_t* codes,
-               int64_t num_codes, int64_t segments, int64_t segment_stride, int64_t next,
-               const int16_t* weights, int32_t* out, int64_t out_stride) {
-  const auto run = bits == 4 ? dot_codes<4> : dot_codes<8>;
-  run(rows, layout, codes, num_codes, segments, segment_stride, next, weights, out, out_stride);
+void dot_codes(int64_t bits, int64_t num_weights, const PackedRows& rows, const int16_t* weights,
+               int32_t* out, int64_t out_stride) {
+  using Kernel = void (*)(const PackedRows&, const int16_t*, int32_t*, int64_t);
+  static const Kernel kKernels[2][kRowBlock] = {
+      {dot_codes<4, 1>, dot_codes<4, 2>, dot_codes<4, 3>, dot_codes<4, 4>},
+      {dot_codes<8, 1>, dot_codes<8, 2>, dot_codes<8, 3>, dot_codes<8, 4>}};
+  kKernels[bits == 8][num_weights - 1](rows, weights, out, out_stride);
 }
 
 // Rounds products to int16 and keeps what is needed to undo the factor.
@@ -136,7 +127,7 @@ struct Int16Weights {
   }
 };
 
-// --- one task ---------------------------------------------------------------------------------------
+// --- one task -----------------------------------------------------------------------------------
 
 // What a split leaves for the combination: per row, sum of weights times values, running maximum
 // and sum of weights.
@@ -160,13 +151,13 @@ struct Task {
   const int64_t head, group_heads, rows;
   const bool plain;  // no soft cap and no ALiBi
 
-  float* query;            // [rows][padded key elements], scaled; in the order of key weights
+  float* query;  // [rows][padded key elements], scaled; in the order of key weights
   float *key_scale, *key_zero;      // [num_blobs][padded key elements]
   float *value_scale, *value_zero;  // [unit_size]
-  int16_t* weights;        // [kRowBlock * the longer of both layouts]
-  int32_t* dots;           // [kRowBlock][max(unit_size, head_size)]
-  float* logits;           // [kRowBlock][unit_size]
-  float* tile;             // [kRingTile][2 * head_size]
+  int16_t* weights;                 // [kRowBlock * the longer of both layouts]
+  int32_t* dots;                    // [kRowBlock][max(unit_size, head_size)]
+  float* logits;                    // [kRowBlock][unit_size]
+  float* tile;                      // [kRingTile][2 * head_size]
 
   Task(const KvqArgs& args, const QueryBlock& block, int64_t head)
       : a(args),
@@ -264,8 +255,7 @@ struct Task {
       for (int64_t c = 0; c < padded; c += kShorts) {
         const VF x = loadf(q + c) * loadf(scale + c);
         const VF y = loadf(q + c + kLanes) * loadf(scale + c + kLanes);
-        store(weights + (c / kShorts * count + r) * kShorts,
-              rounded.round(x, y));
+        store(weights + (c / kShorts * count + r) * kShorts, rounded.round(x, y));
       }
       factor[r] = rounded.factor;
       bias[r] = sum_of(dot_zero) + rounded.lost_bias(a.key_bits);
@@ -277,8 +267,9 @@ struct Task {
     float factor[kRowBlock], bias[kRowBlock];
     for (int64_t b = 0; b < rec.num_blobs; ++b) {
       fold_key_scales(b, row, count, factor, bias);
-      dot_codes(a.key_bits, count, key_layout, record + b * rec.blob_bytes, rec.group, 1, 0,
-                next, weights, dots, rec.group);
+      dot_codes(a.key_bits, count,
+                {key_layout, record + b * rec.blob_bytes, rec.group, 1, 0, next}, weights, dots,
+                rec.group);
       for (int64_t r = 0; r < count; ++r) {
         float* to = logits + r * rec.unit_size + b * rec.group;
         const VF f = splat(factor[r]), z = splat(bias[r]);
@@ -389,8 +380,9 @@ struct Task {
       rescale[r] = softmax(p, u, partial.max[row + r], partial.sum[row + r]);
       fold_value_scales(p, r, count, factor[r], bias[r]);
     }
-    dot_codes(a.value_bits, count, value_layout, record + rec.value_codes, d, rec.num_blobs,
-              rec.blob_bytes, next, weights, dots, d);
+    dot_codes(a.value_bits, count,
+              {value_layout, record + rec.value_codes, d, rec.num_blobs, rec.blob_bytes, next},
+              weights, dots, d);
     for (int64_t r = 0; r < count; ++r) {
       float* acc = partial.acc + (row + r) * d;
       const VF f = splat(factor[r]), z = splat(bias[r]), old = splat(rescale[r]);

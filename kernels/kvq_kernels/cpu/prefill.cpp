@@ -15,9 +15,9 @@
 namespace kvq {
 namespace {
 
-constexpr int64_t kMaxRows = 512;  // of a task: bounds its panels to what a second-level cache holds
+constexpr int64_t kMaxRows = 512;  // of a task: its panels fit a second-level cache
 
-[[maybe_unused]] constexpr int64_t kThreadWork = 2048;  // products of a query with a key, some 20 us
+[[maybe_unused]] constexpr int64_t kThreadWork = 2048;  // query-key products, some 20 us
 
 // The register tile of `multiply`: kTileRows x kPanelVectors accumulators.
 #if defined(KVQ_AVX512)
@@ -71,16 +71,16 @@ struct Task {
   const QueryBlock block;
   const int64_t head, group_heads, rows, panels;
 
-  float* key;            // [unit_size][head_size]
-  float* value;          // [head_size][unit_size]
-  float *scale, *zero;   // of a blob's channels or tokens
-  float* query;          // [panels][head_size][kPanel], scaled
-  float* acc;            // [panels][head_size][kPanel]
-  float *max, *sum;      // [panels][kPanel]
-  float* position;       // [panels][kPanel], relative to the start of the block's unit
-  float* slope;          // [panels][kPanel]
-  float* logits;         // [unit_size][kPanel]
-  float* rows_buffer;    // [kTransposed][head_size]
+  float* key;           // [unit_size][head_size]
+  float* value;         // [head_size][unit_size]
+  float *scale, *zero;  // of a blob's channels or tokens
+  float* query;         // [panels][head_size][kPanel], scaled
+  float* acc;           // [panels][head_size][kPanel]
+  float *max, *sum;     // [panels][kPanel]
+  float* position;      // [panels][kPanel], relative to the start of the block's unit
+  float* slope;         // [panels][kPanel]
+  float* logits;        // [unit_size][kPanel]
+  float* rows_buffer;   // [kTransposed][head_size]
 
   Task(const KvqArgs& args, const QueryBlock& block, int64_t head)
       : a(args),

@@ -391,7 +391,7 @@ KVQ_INLINE VF tanh_of(VF x) {
   return x < 0.0f ? -t : t;
 }
 
-// --- rows of any dtype ---------------------------------------------------------------------------
+// --- rows of any dtype --------------------------------------------------------------------------
 
 // `n` is a multiple of 16, as head sizes are.
 inline void to_floats(float* dst, const void* src, int64_t dtype, int64_t n) {
@@ -427,7 +427,7 @@ inline void transpose(const float* rows, int64_t count, int64_t head_size, float
   }
 }
 
-// --- Hadamard rotation, see formats.hadamard -------------------------------------------------------
+// --- Hadamard rotation, see formats.hadamard ----------------------------------------------------
 
 // Size of the first diagonal block of the rotation of `n` channels: the largest power of two.
 inline int64_t hadamard_block(int64_t n) {
@@ -465,7 +465,9 @@ inline void rotate_columns(float* x, int64_t head_size, int64_t columns) {
           }
         }
       }
-      for (int64_t i = 0; i < size; ++i) store(block + i * columns, loadf(copy + i * kLanes) * norm);
+      for (int64_t i = 0; i < size; ++i) {
+        store(block + i * columns, loadf(copy + i * kLanes) * norm);
+      }
     }
     done += size;
   }
