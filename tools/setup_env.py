@@ -143,7 +143,9 @@ def digest(*parts: str | Path) -> str:
 
 
 def environment_stamp() -> str:
-    return digest(ROOT / "pyproject.toml", Path(__file__), TORCH, VLLM, *UNWANTED)
+    kernels = sorted((ROOT / "kernels" / "kvq_kernels" / "cpu").glob("*.[ch]*"))
+    build = (ROOT / "pyproject.toml", ROOT / "setup.py", *kernels)
+    return digest(*build, Path(__file__), TORCH, VLLM, *UNWANTED)
 
 
 def environment_is_current() -> bool:
