@@ -39,6 +39,8 @@ class LayerCache:
 
     def requests(self, start: int, end: int | None) -> LayerCache:
         """Return the same cache with the block tables of requests [start, end)."""
+        if start == 0 and end == self.block_table.shape[0]:
+            return self
         return dataclasses.replace(
             self,
             block_table=self.block_table[start:end],

@@ -306,11 +306,14 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
             return output.fill_(0)
         assert self.residual_name is not None
         residual = get_forward_context().no_compile_layers[self.residual_name]
+        ring = residual.ring
+        # Tokens are the same whether read back from the ring or not yet written to it.
+        key, value = key.to(ring.dtype), value.to(ring.dtype)
         cache = LayerCache(
             fmt=self.fmt,
             pages=kv_cache,
             block_table=attn_metadata.block_table,
-            ring=residual.ring,
+            ring=ring,
             ring_table=_metadata_of(self.residual_name).block_table,
             ring_capacity=residual.spec.capacity,
         )
