@@ -135,15 +135,15 @@ def planned_capacity(cache_dtype: str, shape: Shape, max_model_len: int, memory:
     if ours:
         fmt = KVQConfig().format(cache_dtype, shape.head_size)
         pages = backend_for(fmt).customize_spec(pages)
-        ring = residual_spec(pages, fmt, torch.bfloat16, num_speculative_tokens=0)
+        ring = residual_spec(pages, fmt, torch.bfloat16, 0, pages.page_size_bytes)
         specs = {layer + LAYER_SUFFIX: ring for layer in layers}
     specs = dict.fromkeys(layers, pages) | specs
-    config = _plan(vllm_config, specs, memory)
+    config = plan(vllm_config, specs, memory)
     tokens, _ = kv_cache_utils.get_kv_cache_capacity(vllm_config, config)
     return Capacity("planned", cache_dtype, max_model_len, memory, tokens)
 
 
-def _plan(vllm_config: Any, specs: dict[str, Any], memory: int) -> Any:
+def plan(vllm_config: Any, specs: dict[str, Any], memory: int) -> Any:
     """Return vLLM's cache configuration for one worker."""
     try:
         from vllm.v1.core import kv_cache_planning as planning

@@ -1,7 +1,7 @@
 """Refusals: what a kvq cache cannot be combined with, said before the model loads.
 
 One function per subject, each raising :class:`KVQConfigError` with one sentence that names the
-option and a way out. They read vLLM's configuration objects only by public attributes.
+option and a way out. They read vLLM's configuration objects by public attributes only.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def check_config(vllm_config: Any) -> None:
     _check_connectors(cache_dtype, vllm_config)
     _check_speculation(cache_dtype, vllm_config.speculative_config)
     _check_backend(cache_dtype, vllm_config)
+    _check_kernels()
 
 
 def _refuse(option: str, reason: str, way_out: str) -> None:
@@ -76,7 +77,13 @@ def _check_model(cache_dtype: str, model_config: Any, config: KVQConfig) -> None
         _refuse(option, f"does not support {reason}", auto)
     if model_config.attention_chunk_size is not None:
         _refuse(option, "does not support chunked local attention", auto)
-    config.format(cache_dtype, model_config.get_head_size())
+    text_config = model_config.hf_text_config
+    if getattr(text_config, "num_kv_shared_layers", None):
+        _refuse(option, "does not support layers that share another layer's KV cache yet", auto)
+    head_size = model_config.get_head_size()
+    if getattr(text_config, "v_head_dim", None) not in (None, head_size):
+        _refuse(option, "does not support values of another head size than keys", auto)
+    config.format(cache_dtype, head_size)
 
 
 def _check_block_size(cache_config: Any, config: KVQConfig) -> None:
@@ -88,11 +95,11 @@ def _check_block_size(cache_config: Any, config: KVQConfig) -> None:
             f'use a multiple of {unit}, leave --block-size out, or set {OPTION}["unit_size"]',
         )
     match_unit = cache_config.prefix_match_unit
-    if match_unit is not None and match_unit < cache_config.block_size:
+    if match_unit is not None and match_unit != cache_config.block_size:
         _refuse(
             f"--prefix-match-unit {match_unit}",
-            f"is below the block size {cache_config.block_size}, but a kvq page can only be "
-            "reused whole",
+            f"is not the block size {cache_config.block_size}, but a kvq page can only be reused "
+            "whole",
             "leave --prefix-match-unit out",
         )
 
@@ -133,11 +140,32 @@ def _check_speculation(cache_dtype: str, speculative_config: Any) -> None:
 
 
 def _check_backend(cache_dtype: str, vllm_config: Any) -> None:
-    backend = vllm_config.attention_config.backend
-    skipped = vllm_config.cache_config.kv_cache_dtype_skip_layers  # these may use any backend
-    if backend is not None and backend.name != OUR_BACKEND and not skipped:
+    attention = vllm_config.attention_config
+    if attention.use_non_causal:
         _refuse(
-            f"--attention-backend {backend.name}",
-            f"cannot read --kv-cache-dtype {cache_dtype}, which brings its own backend",
-            "leave --attention-backend out",
+            f"--kv-cache-dtype {cache_dtype}",
+            "does not support non-causal attention",
+            "use --kv-cache-dtype auto for this model",
         )
+    if vllm_config.cache_config.kv_cache_dtype_skip_layers:
+        return  # the skipped layers may use any backend
+    for backend in (attention.backend, *(attention.backend_per_kind or {}).values()):
+        if backend is not None and backend.name != OUR_BACKEND:
+            _refuse(
+                f"--attention-backend {backend.name}",
+                f"cannot read --kv-cache-dtype {cache_dtype}, which brings its own backend",
+                "leave --attention-backend and backend_per_kind out",
+            )
+
+
+def _check_kernels() -> None:
+    """Fail early on a bad ``KVQ_KERNELS``."""
+    import torch
+    from vllm.platforms import current_platform
+
+    from kvq_kernels.dispatch import select_kernels
+
+    try:
+        select_kernels(torch.device(current_platform.device_type))
+    except ValueError as error:
+        raise KVQConfigError(str(error)) from None

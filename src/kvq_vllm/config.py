@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvq_kernels.formats import DTYPE_PREFIX, SCHEMES, Format
 
@@ -33,6 +33,13 @@ class KVQConfig(BaseModel):
         "else unit_size.",
     )
 
+    @field_validator("unit_size", "key_group_size", mode="before")
+    @classmethod
+    def _whole_number(cls, value: Any) -> Any:
+        if value is not None and type(value) is not int:  # 128.0 and true would pass as equal
+            raise ValueError(f"is {value!r} but must be a whole number")
+        return value
+
     @model_validator(mode="after")
     def _group_fits_unit(self) -> KVQConfig:
         if self.key_group_size is not None and self.key_group_size > self.unit_size:
@@ -50,9 +57,21 @@ class KVQConfig(BaseModel):
             KVQConfigError: an unknown key or a value that is not allowed.
 
         """
-        options = additional_config.get("kvq") if isinstance(additional_config, Mapping) else None
+        if not isinstance(additional_config, Mapping):
+            return cls.model_validate({})
+        if misplaced := [key for key in additional_config if _is_meant_for_us(key)]:
+            raise KVQConfigError(
+                f"additional_config has {misplaced[0]!r} at its top level, where it has no effect: "
+                f'write {{"kvq": {{"unit_size": 128}}}} (allowed keys: {_allowed_keys()}).'
+            )
+        options = additional_config.get("kvq")
+        if options is not None and not isinstance(options, Mapping):
+            raise KVQConfigError(
+                f"{OPTION} is {options!r} but must be an object such as "
+                f'{{"unit_size": 128}} (allowed keys: {_allowed_keys()}).'
+            )
         try:
-            return cls.model_validate({} if options is None else options)
+            return cls.model_validate(options or {})
         except ValidationError as error:
             raise KVQConfigError(_describe(error)) from None
 
@@ -81,9 +100,17 @@ def dtype_names() -> tuple[str, ...]:
     return tuple(SCHEMES)
 
 
+def _allowed_keys() -> str:
+    return ", ".join(KVQConfig.model_fields)
+
+
+def _is_meant_for_us(key: str) -> bool:
+    """Whether a key beside "kvq" looks as if it should have been it, or in it."""
+    return key in KVQConfig.model_fields or (key != "kvq" and key.lower().startswith("kvq"))
+
+
 def _describe(error: ValidationError) -> str:
     """Turn pydantic's report into one sentence."""
-    allowed = ", ".join(KVQConfig.model_fields)
     problems = []
     for item in error.errors():
         name = ".".join(map(str, item["loc"]))
@@ -93,5 +120,5 @@ def _describe(error: ValidationError) -> str:
             problems.append(f"{name} is {item['input']!r} but must be {item['ctx']['expected']}")
         else:
             message = item["msg"].removeprefix("Value error, ")
-            problems.append(f"{name}: {message}" if name else message)
-    return f"{OPTION} is not valid: {'; '.join(problems)} (allowed keys: {allowed})."
+            problems.append(f"{name} {message}" if name else message)
+    return f"{OPTION} is not valid: {'; '.join(problems)} (allowed keys: {_allowed_keys()})."

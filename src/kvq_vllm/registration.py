@@ -7,9 +7,10 @@ Every function may be called any number of times.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -138,7 +139,7 @@ def refuse_dtypes(reason: str) -> None:
     """
     import vllm.config
 
-    if any(is_kvq(arg.rpartition("=")[2]) for arg in sys.argv):
+    if is_kvq(_command_line_dtype(sys.argv)):
         raise KVQConfigError(reason)
     config_class = vllm.config.CacheConfig
     original = config_class.__init__
@@ -153,6 +154,15 @@ def refuse_dtypes(reason: str) -> None:
 
     init._kvq = True  # type: ignore[attr-defined]
     config_class.__init__ = init
+
+
+def _command_line_dtype(arguments: Sequence[str]) -> str | None:
+    """Return the value of ``--kv-cache-dtype`` in any of the spellings that vLLM takes."""
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        option, equals, value = argument.partition("=")
+        if option.replace("_", "-") == "--kv-cache-dtype":
+            return value if equals else following
+    return None
 
 
 def _wrap_classmethod(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:

@@ -5,6 +5,9 @@ unquantised. vLLM allocates, frees, preempts and accounts for it as for any othe
 
 A ring page must be as large as a quantised page, so that both groups share the pool without
 waste: a ring block holds as many tokens as fit, and a request owns as many blocks as it needs.
+Where layers differ in kv heads or head size, so do their pages; all rings then have the largest
+one's size, because vLLM's planner can pad and scale the pages of attention layers to each other,
+but not those of rings.
 """
 
 from __future__ import annotations
@@ -106,7 +109,11 @@ KVCacheSpecRegistry.register(ResidualSpec, ResidualManager, ResidualSpec)
 
 
 def residual_spec(
-    pages: AttentionSpec, fmt: Format, dtype: torch.dtype, num_speculative_tokens: int
+    pages: AttentionSpec,
+    fmt: Format,
+    dtype: torch.dtype,
+    num_speculative_tokens: int,
+    page_size_bytes: int,
 ) -> ResidualSpec:
     """Return the ring that belongs to a layer's pages.
 
@@ -115,13 +122,14 @@ def residual_spec(
         fmt: their format.
         dtype: of the model's keys and values.
         num_speculative_tokens: drafts per step, written before they are accepted.
+        page_size_bytes: of the ring, at least that of `pages`.
 
     """
     token_bytes = 2 * fmt.head_size * get_dtype_size(dtype)
     block_size = 1
     while (
         pages.block_size % (2 * block_size) == 0
-        and 2 * block_size * token_bytes * pages.num_kv_heads <= pages.page_size_bytes
+        and 2 * block_size * token_bytes * pages.num_kv_heads <= page_size_bytes
     ):
         block_size *= 2
     return ResidualSpec(
@@ -133,7 +141,7 @@ def residual_spec(
         dtype=pages.dtype,
         kv_quant_mode=pages.kv_quant_mode,
         state_content_bytes=token_bytes,
-        page_size_padded=pages.page_size_bytes,
+        page_size_padded=page_size_bytes,
         dcp_sharded=False,
     )
 
@@ -159,9 +167,19 @@ class ResidualLayer(AttentionLayerBase):
         return self.backend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> ResidualSpec:
-        owner = self.owner
-        pages = owner.get_attn_backend().customize_spec(owner.get_kv_cache_spec(vllm_config))
-        self.spec = residual_spec(pages, self.fmt, owner.dtype, vllm_config.num_speculative_tokens)
+        pages = self._pages(vllm_config)
+        companions = [
+            layer
+            for layer in vllm_config.compilation_config.static_forward_context.values()
+            if isinstance(layer, ResidualLayer)
+        ]
+        self.spec = residual_spec(
+            pages,
+            self.fmt,
+            self.owner.dtype,
+            vllm_config.num_speculative_tokens,
+            max(layer._pages(vllm_config).page_size_bytes for layer in companions),
+        )
         logger.info_once(
             "kvq: %d bytes per token and head (%s), pages of %d tokens; newest tokens "
             "unquantised in a ring of %d blocks of %d tokens per request.",
@@ -172,6 +190,11 @@ class ResidualLayer(AttentionLayerBase):
             self.spec.block_size,
         )
         return self.spec
+
+    def _pages(self, vllm_config: VllmConfig) -> AttentionSpec:
+        """Return the spec of the owner's pages."""
+        spec = self.owner.get_kv_cache_spec(vllm_config)
+        return self.owner.get_attn_backend().customize_spec(spec)
 
     @property
     def ring(self) -> torch.Tensor:

@@ -44,8 +44,20 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("make_model", "head_size"),
-    [(models.tiny_gemma3, 64), (models.tiny_gemma2, 256), (models.tiny_qwen3, 96)],
-    ids=["windows and full (Gemma 3)", "soft cap, D256 (Gemma 2)", "D96 (Qwen 3)"],
+    [
+        (models.tiny_gemma3, 64),
+        (models.tiny_gemma2, 256),
+        (models.tiny_qwen3, 96),
+        (models.tiny_gemma4, 64),
+        (models.tiny_gpt_oss, 64),
+    ],
+    ids=[
+        "windows and full (Gemma 3)",
+        "soft cap, D256 (Gemma 2)",
+        "D96 (Qwen 3)",
+        "layers with other kv heads (Gemma 4)",
+        "sinks, experts (GPT-OSS)",
+    ],
 )
 @pytest.mark.parametrize("name", SCHEMES)
 def test_model_equals_the_dense_reference(

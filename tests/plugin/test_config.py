@@ -23,10 +23,11 @@ def test_values_reach_the_format() -> None:
     [
         ({"unit": 64}, "unknown key 'unit' .*allowed keys: unit_size, key_group_size"),
         ({"unit_size": 100}, "unit_size is 100 but must be 64, 128 or 256"),
-        ({"unit_size": "big"}, "unit_size is 'big' but must be 64, 128 or 256"),
+        ({"unit_size": "big"}, "unit_size is 'big' but must be a whole number"),
+        ({"unit_size": 128.0}, "unit_size is 128.0 but must be a whole number"),
+        ({"key_group_size": True}, "key_group_size is True but must be a whole number"),
         ({"key_group_size": 48}, "key_group_size is 48 but must be 32, 64, 128 or 256"),
         ({"unit_size": 64, "key_group_size": 128}, "key_group_size .128. must not exceed unit"),
-        ([1, 2], "not valid"),
     ],
     ids=str,
 )
@@ -36,6 +37,18 @@ def test_bad_options_are_refused_in_one_sentence(options: object, message: str) 
     text = str(error.value)
     assert text.startswith('additional_config["kvq"] is not valid: ')
     assert "\n" not in text
+
+
+@pytest.mark.parametrize("options", [5, [1, 2], "int4"], ids=str)
+def test_options_that_are_no_object(options: object) -> None:
+    with pytest.raises(KVQConfigError, match=r"must be an object such as .*unit_size"):
+        KVQConfig.parse({"kvq": options})
+
+
+@pytest.mark.parametrize("key", ["unit_size", "key_group_size", "KVQ", "kvq-vllm"])
+def test_misplaced_options_are_refused(key: str) -> None:
+    with pytest.raises(KVQConfigError, match=f"additional_config has '{key}' at its top level"):
+        KVQConfig.parse({key: 64, "other": 1})
 
 
 @pytest.mark.parametrize("head_size", [8, 72, 512])

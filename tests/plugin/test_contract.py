@@ -114,6 +114,7 @@ FIELDS = {
         "speculative_config",
     ],
     "vllm.config:CompilationConfig": ["static_forward_context"],
+    "vllm.config:AttentionConfig": ["backend", "backend_per_kind", "use_non_causal"],
 }
 
 
@@ -146,7 +147,7 @@ def test_dataclass_has(name: str) -> None:
 
 @pytest.mark.parametrize(
     "attribute",
-    ["use_mla", "attn_type", "attention_chunk_size", "max_model_len", "get_head_size"],
+    ["use_mla", "attn_type", "attention_chunk_size", "hf_text_config", "get_head_size"],
 )
 def test_model_config_has(attribute: str) -> None:
     from vllm.config import ModelConfig

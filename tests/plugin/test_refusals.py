@@ -11,7 +11,7 @@ import pytest
 from support import models
 
 from kvq_vllm import checks, registration
-from kvq_vllm.config import KVQConfigError
+from kvq_vllm.config import KVQConfig, KVQConfigError
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,8 @@ def test_default_block_size_holds_whole_units(llama: Path, unit_size: int) -> No
     [
         ({"block_size": 64}, "--block-size 64 is no multiple of the kvq unit size 128: use a"),
         ({"block_size": 192}, "--block-size 192 is no multiple"),
-        ({"prefix_match_unit": 64}, "--prefix-match-unit 64 is below the block size 128"),
+        ({"prefix_match_unit": 64}, "--prefix-match-unit 64 is not the block size 128"),
+        ({"prefix_match_unit": 256}, "--prefix-match-unit 256 is not the block size 128"),
         ({"additional_config": {"kvq": {"bits": 4}}}, "unknown key 'bits'"),
         ({"additional_config": {"kvq": {"unit_size": 96}}}, "unit_size is 96 but must be"),
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size is not supported .*: leave it out"),
@@ -64,6 +65,11 @@ def test_default_block_size_holds_whole_units(llama: Path, unit_size: int) -> No
             {"attention_backend": "CPU_ATTN"},
             "--attention-backend CPU_ATTN cannot read --kv-cache-dtype kvq-int4",
         ),
+        (
+            {"attention_config": {"backend_per_kind": {"full_attention": "CPU_ATTN"}}},
+            "--attention-backend CPU_ATTN cannot read --kv-cache-dtype kvq-int4",
+        ),
+        ({"attention_config": {"use_non_causal": True}}, "does not support non-causal attention"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -73,6 +79,32 @@ def test_options(llama: Path, options: dict[str, Any], message: str) -> None:
 
         options = {"kv_transfer_config": KVTransferConfig(**options["kv_transfer_config"])}
     assert_refused(llama, message, **options)
+
+
+def test_shared_layers(tmp_path: Path) -> None:
+    from transformers import Gemma3nTextConfig
+
+    Gemma3nTextConfig(
+        num_hidden_layers=4, num_kv_shared_layers=2, architectures=["Gemma3nForCausalLM"]
+    ).save_pretrained(tmp_path)
+    assert_refused(tmp_path, "does not support layers that share another layer's KV cache yet")
+
+
+def test_value_head_size() -> None:
+    model_config = _Anything(
+        use_mla=False,
+        attn_type="decoder",
+        attention_chunk_size=None,
+        hf_text_config=_Anything(v_head_dim=128),
+        get_head_size=lambda: 192,
+    )
+    with pytest.raises(KVQConfigError, match="values of another head size than keys"):
+        checks._check_model("kvq-int4", model_config, KVQConfig())
+
+
+def test_unknown_kernels(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVQ_KERNELS", "fastest")
+    assert_refused(llama, "KVQ_KERNELS=fastest is unknown: choose one of reference, cpu")
 
 
 def test_head_size(tmp_path: Path) -> None:
@@ -219,6 +251,19 @@ def test_unsupported_vllm_only_matters_to_those_who_use_us(llama: Path, name: st
         last = result.stderr.strip().splitlines()[-1]
         assert "KVQConfigError: kvq cache dtypes need vLLM" in last
         assert "found 0.99.0" in last
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype"),
+    [
+        ("serve m --kv-cache-dtype kvq-int4", "kvq-int4"),
+        ("serve m --kv_cache_dtype=kvq-int8 --port 1", "kvq-int8"),
+        ("serve kvq-demo --served-model-name=kvq-demo --kv-cache-dtype", ""),
+        ("serve kvq-demo --served-model-name kvq-demo", None),
+    ],
+)
+def test_only_the_value_of_the_option_counts(arguments: str, dtype: str | None) -> None:
+    assert registration._command_line_dtype(arguments.split()) == dtype
 
 
 def test_unknown_kvq_dtype(llama: Path) -> None:

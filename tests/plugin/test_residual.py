@@ -9,9 +9,10 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from benchmarks import capacity
 from kvq_kernels import SCHEMES, Format
 from kvq_vllm.backend import ResidualBackend, backend_for
-from kvq_vllm.residual import ResidualManager, ResidualSpec, residual_spec
+from kvq_vllm.residual import ResidualLayer, ResidualManager, ResidualSpec, residual_spec
 
 
 def page_spec(fmt: Format, block_size: int, num_kv_heads: int = 8, window: int = 0) -> Any:
@@ -37,7 +38,7 @@ def test_ring_shares_the_page_size_and_holds_a_unit_and_the_drafts(
     fmt = Format.create(name, head_size, unit_size)
     for pages_per_block, drafts in ((1, 0), (1, 5), (2, 0), (4, 7)):
         pages = page_spec(fmt, unit_size * pages_per_block)
-        ring = residual_spec(pages, fmt, dtype, drafts)
+        ring = residual_spec(pages, fmt, dtype, drafts, pages.page_size_bytes)
         assert ring.page_size_bytes == pages.page_size_bytes
         assert pages.block_size % ring.block_size == 0
         assert ring.capacity >= unit_size + drafts
@@ -128,3 +129,63 @@ def test_short_contexts_do_not_pay_for_a_whole_ring() -> None:
     spec = manager(4, 32).kv_cache_spec
     config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=40))
     assert spec.max_memory_usage_bytes(config) == 2 * spec.page_size_bytes
+
+
+class _Owner:
+    """An attention layer, as far as its companion asks."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, spec: Any, fmt: Format) -> None:
+        self.spec, self.fmt = spec, fmt
+
+    def get_attn_backend(self) -> Any:
+        return backend_for(self.fmt)
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        return self.spec
+
+
+WINDOW = 512
+SHAPES = {  # (kv heads, head size, window) per layer
+    "uniform": [(2, 64, 0)] * 4,
+    "2 and 4 kv heads": [(2, 64, 0), (4, 64, 0)] * 4,
+    "2, 4 and 8 kv heads": [(4, 64, 0), (8, 64, 0), (8, 64, 0), (2, 64, 0), (8, 64, 0)],
+    "3 and 4 kv heads": [(3, 64, 0), (4, 64, 0)] * 3,
+    "30 of 8 and 6 of 4 kv heads": [(8, 128, 0)] * 30 + [(4, 128, 0)] * 6,
+    "8 kv heads in windows, 4 without, 5:1": ([(8, 128, WINDOW)] * 5 + [(4, 128, 0)]) * 2,
+    "D256 in windows, D128 without, 5:1": ([(4, 256, WINDOW)] * 5 + [(4, 128, 0)]) * 2,
+}
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_vllm_can_plan_models_whose_layers_differ(
+    planner_config: Any, shape: str, name: str, layout: str
+) -> None:
+    planner_config.cache_config.kv_cache_layout = layout
+    layers = planner_config.compilation_config.static_forward_context
+    layers.clear()
+    specs = {}
+    for i, (heads, head_size, window) in enumerate(SHAPES[shape]):
+        fmt = Format.create(name, head_size)
+        owner = _Owner(page_spec(fmt, 128, heads, window), fmt)
+        layers[f"model.layers.{i}.attn.kvq_residual"] = ResidualLayer(owner, fmt, ResidualBackend)
+        specs[f"model.layers.{i}.attn"] = owner.spec
+    specs |= {name: layer.get_kv_cache_spec(planner_config) for name, layer in layers.items()}
+    plan = capacity.plan(planner_config, specs, 4 << 30)
+    planned = [name for group in plan.kv_cache_groups for name in group.layer_names]
+    assert sorted(planned) == sorted(specs)
+    assert len({specs[name].page_size_bytes for name in layers}) == 1
+
+
+@pytest.fixture(scope="module")
+def planner_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    folder = tmp_path_factory.mktemp("shape")
+    capacity.write_model_config(folder, capacity.SHAPE_8B)
+    return EngineArgs(
+        model=str(folder), skip_tokenizer_init=True, kv_cache_dtype="kvq-int4", max_model_len=4096
+    ).create_engine_config()

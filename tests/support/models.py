@@ -77,6 +77,48 @@ def tiny_gemma2(folder: Path, **overrides: Any) -> Path:
     return _save(folder, Gemma2ForCausalLM, config, embedding_scale=0.02)
 
 
+def tiny_gemma4(folder: Path, **overrides: Any) -> Path:
+    """Save a random Gemma 4: two kv heads in layers with a window of 80, one in the others."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        **(
+            _sizes()
+            | {
+                "num_hidden_layers": 6,
+                "num_global_key_value_heads": 1,
+                "attention_k_eq_v": True,
+                "global_head_dim": 64,
+                "hidden_size_per_layer_input": 0,
+                "sliding_window": 80,
+                "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+                "tie_word_embeddings": True,
+            }
+            | overrides
+        )
+    )
+    return _save(folder, Gemma4ForCausalLM, config, embedding_scale=0.02)
+
+
+def tiny_gpt_oss(folder: Path, **overrides: Any) -> Path:
+    """Save a random GPT-OSS: attention sinks, a mixture of experts, alternating windows of 80."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        **(
+            _sizes()
+            | {
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "sliding_window": 80,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            }
+            | overrides
+        )
+    )
+    return _save(folder, GptOssForCausalLM, config)
+
+
 def tiny_qwen3(folder: Path, **overrides: Any) -> Path:
     """Save a random Qwen 3: normalised queries and keys, head size 96."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
