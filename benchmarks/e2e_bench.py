@@ -2,12 +2,16 @@
 """Decoding speed of a real model through vLLM, quantised caches against ``auto``.
 
     python benchmarks/e2e_bench.py [--json out.json] [--quick]
+    python benchmarks/e2e_bench.py --startup [--json out.json]
 
 One process per cache dtype holds an engine on SmolLM2-135M; all are alive at the same time, and
 take turns, round by round, while the others wait: what else happens on the machine hits all alike.
 A round decodes with full batches, all prompts in the prefix cache. The ratio of a cache dtype is
 taken round by round against the ``auto`` of the same round; the spread is the range from the
 10th to the 90th percentile of these ratios.
+
+With ``--startup`` it starts engines one after the other instead, in turns, and compares how long
+each takes to be ready and how much memory its process has used by then.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ BATCHES = (1, 8)
 MODEL_DTYPES = ("float32", "bfloat16")
 DECODED_TOKENS = 24
 ROUNDS = 9
+STARTUP_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,6 @@ class Result:
         tokens_per_second: median over the rounds, all requests together.
         ratio: median ratio to ``auto`` of the same round.
         spread: 10th and 90th percentile of that ratio.
-        startup_seconds: from ``LLM(...)`` to ready.
         peak_gib: peak resident memory of the process after the rounds.
 
     """
@@ -60,7 +64,26 @@ class Result:
     tokens_per_second: float
     ratio: float
     spread: tuple[float, float]
-    startup_seconds: float
+    peak_gib: float
+
+
+@dataclass(frozen=True)
+class Startup:
+    """One row of ``--startup``: medians over the rounds.
+
+    Attributes:
+        cache_dtype: value of ``--kv-cache-dtype``.
+        seconds: from ``LLM(...)`` to ready.
+        seconds_over_auto: median of the differences to ``auto`` of the same round.
+        spread: smallest and largest of these differences.
+        peak_gib: peak resident memory of the process.
+
+    """
+
+    cache_dtype: str
+    seconds: float
+    seconds_over_auto: float
+    spread: tuple[float, float]
     peak_gib: float
 
 
@@ -83,14 +106,15 @@ def serve(model_dtype: str, cache_dtype: str, max_context: int) -> None:
         max_num_batched_tokens=2048,
         enable_prefix_caching=True,
     )
-    replies.write(json.dumps({"startup_seconds": time.perf_counter() - start}) + "\n")
-    replies.flush()
-    for line in sys.stdin:
-        request = json.loads(line)
-        seconds = decode_seconds(llm, request["prompts"])
+
+    def reply(seconds: float) -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
         replies.write(json.dumps({"seconds": seconds, "peak_gib": peak}) + "\n")
         replies.flush()
+
+    reply(time.perf_counter() - start)
+    for line in sys.stdin:
+        reply(decode_seconds(llm, json.loads(line)["prompts"]))
 
 
 def decode_seconds(llm: Any, prompts: list[list[int]]) -> float:
@@ -130,7 +154,7 @@ class Engine:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self.startup_seconds: float = self._reply()["startup_seconds"]
+        self.startup = self._reply()
 
     def _reply(self) -> dict[str, float]:
         assert self.process.stdout is not None
@@ -178,7 +202,7 @@ def compare(
             seconds[name].append(reply["seconds"])
             peaks[name] = reply["peak_gib"]
     results = []
-    for name, engine in engines.items():
+    for name in engines:
         ratios = sorted(a / b for a, b in zip(seconds["auto"], seconds[name], strict=True))
         results.append(
             Result(
@@ -189,7 +213,6 @@ def compare(
                 tokens_per_second=batch * DECODED_TOKENS / statistics.median(seconds[name]),
                 ratio=statistics.median(ratios),
                 spread=(ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]),
-                startup_seconds=engine.startup_seconds,
                 peak_gib=peaks[name],
             )
         )
@@ -202,15 +225,56 @@ def show(results: Sequence[Result]) -> None:
         print(
             f"{r.model_dtype:9} {r.cache_dtype:9} context {r.context:5} batch {r.batch}: "
             f"{r.tokens_per_second:7.1f} tokens/s, {r.ratio:5.2f}x ({low:.2f}-{high:.2f}), "
-            f"start {r.startup_seconds:4.1f} s, peak {r.peak_gib:.2f} GiB",
+            f"peak {r.peak_gib:.2f} GiB",
             flush=True,
         )
+
+
+def compare_startup(model_dtype: str) -> list[Startup]:
+    """Start engines in turns; a first round, which fills the disk cache, does not count."""
+    rounds: list[dict[str, dict[str, float]]] = []
+    for round_number in range(STARTUP_ROUNDS + 1):
+        order = CACHE_DTYPES if round_number % 2 else CACHE_DTYPES[::-1]
+        replies = {}
+        for name in order:
+            engine = Engine(model_dtype, name, max(CONTEXTS))
+            replies[name] = engine.startup
+            engine.close()
+        rounds.append(replies)
+    results = []
+    for name in CACHE_DTYPES:
+        over = sorted(r[name]["seconds"] - r["auto"]["seconds"] for r in rounds[1:])
+        results.append(
+            Startup(
+                cache_dtype=name,
+                seconds=statistics.median(r[name]["seconds"] for r in rounds[1:]),
+                seconds_over_auto=statistics.median(over),
+                spread=(over[0], over[-1]),
+                peak_gib=statistics.median(r[name]["peak_gib"] for r in rounds[1:]),
+            )
+        )
+    return results
+
+
+def show_startup(results: Sequence[Startup]) -> None:
+    for r in results:
+        low, high = r.spread
+        print(
+            f"{r.cache_dtype:9} ready in {r.seconds:5.2f} s, {r.seconds_over_auto:+5.2f} s over "
+            f"auto ({low:+.2f} to {high:+.2f}), peak {r.peak_gib:.2f} GiB"
+        )
+
+
+def save(results: Sequence[Result] | Sequence[Startup], path: Path | None) -> None:
+    if path:
+        path.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="float32, 1k context, 3 rounds")
+    parser.add_argument("--startup", action="store_true", help="start-up time and memory")
     parser.add_argument("--model-dtype", choices=MODEL_DTYPES, help="only this one")
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -220,6 +284,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.serve:
         model_dtype, cache_dtype, max_context = options.serve
         serve(model_dtype, cache_dtype, int(max_context))
+        return
+    if options.startup:
+        startups = compare_startup(options.model_dtype or "float32")
+        show_startup(startups)
+        save(startups, options.json)
         return
     model_dtypes = MODEL_DTYPES[:1] if options.quick else MODEL_DTYPES
     if options.model_dtype:
@@ -235,8 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 results += rows
         for engine in engines.values():
             engine.close()
-    if options.json:
-        options.json.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
+    save(results, options.json)
 
 
 if __name__ == "__main__":
