@@ -24,7 +24,8 @@ TIE = 0.005
 
 The engine's keys differ from the dense model's in the last bit, because its matrix products
 sum in another order. Now and then that rounds a key to the next code, so the two models'
-log probabilities differ by about 1e-3 (measured: at most 0.012), and a tie can fall either way.
+log probabilities differ by about 1e-3 (measured here: at most 0.012), and a tie can fall either
+way. Untrained models on repetitive text amplify it far more; the prompts here are no such text.
 """
 FormatOfLayer = Callable[[Any], Format | None]
 
