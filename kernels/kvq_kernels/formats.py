@@ -24,7 +24,6 @@ Formats with 8-bit keys have no anchor.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -225,9 +224,6 @@ class Format:
     @property
     def record_bytes(self) -> int:
         return self.bytes_per_token * self.unit_size
-
-    def with_head_size(self, head_size: int) -> Format:
-        return dataclasses.replace(self, head_size=head_size)
 
 
 def supports_head_size(head_size: int) -> bool:

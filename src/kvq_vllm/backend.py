@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, LayerCache, reference
-from kvq_kernels.dispatch import ENV_VAR, fallback_reason, select_kernels
+from kvq_kernels.dispatch import ENV_VAR, Kernels, fallback_reason, select_kernels
 from kvq_kernels.formats import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE, UNIT_SIZES
 from kvq_vllm.checks import OUR_BACKEND
 from kvq_vllm.config import KVQConfig, KVQConfigError
@@ -240,7 +240,9 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         self.vllm_config = get_current_vllm_config()
         config = KVQConfig.parse(self.vllm_config.additional_config)
         self.fmt = config.format(kv_cache_dtype, head_size)
+        # Set once the weights are loaded.
         self.residual_name: str | None = None
+        self.kernels: Kernels = reference
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Find the layer this impl belongs to and give it its companion.

@@ -50,6 +50,11 @@ class KVQConfig(BaseModel):
         return self
 
     @classmethod
+    def is_given(cls, additional_config: Any) -> bool:
+        """Whether vLLM's ``additional_config`` has a "kvq" entry."""
+        return isinstance(additional_config, Mapping) and "kvq" in additional_config
+
+    @classmethod
     def parse(cls, additional_config: Any) -> KVQConfig:
         """Read the "kvq" entry of vLLM's ``additional_config``.
 

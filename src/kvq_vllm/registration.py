@@ -20,7 +20,9 @@ from kvq_vllm.config import OPTION, KVQConfig, KVQConfigError, dtype_names, is_k
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's logger, which prints it
 
-UNUSED_OPTIONS = f"{OPTION} has no effect: --kv-cache-dtype is not one of {dtype_names()}."
+UNUSED_OPTIONS = (
+    f"{OPTION} has no effect: --kv-cache-dtype is not one of {', '.join(dtype_names())}."
+)
 BACKEND_PATH = "kvq_vllm.backend.KVQBackend"
 
 
@@ -113,7 +115,7 @@ def register_config_check() -> None:
             if is_kvq(vllm_config.cache_config.cache_dtype):
                 _default_block_size(vllm_config)
                 check_config(vllm_config)
-            elif "kvq" in (vllm_config.additional_config or ()):
+            elif KVQConfig.is_given(vllm_config.additional_config):
                 logger.warning(UNUSED_OPTIONS)
 
         return check_and_update_config
