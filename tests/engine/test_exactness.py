@@ -1,7 +1,7 @@
 """SmolLM2 through vLLM says what the dense reference says, whatever the engine does.
 
 One plain run per format is compared with the dense reference; every other run must give the
-same tokens as the plain one.
+same tokens as the plain one, up to ties.
 """
 
 from __future__ import annotations
@@ -51,6 +51,21 @@ def plain_tokens(name: str) -> list[list[int]]:
     return plain(name)[0]
 
 
+def assert_same(
+    name: str, inputs: list[list[int]], tokens: list[list[int]], expected: list[list[int]]
+) -> None:
+    """Equal; or, where a tie fell the other way, still what the dense reference says.
+
+    Another batch is another shape of matrix products, which round differently on some machines.
+    """
+    changed = [i for i in range(len(inputs)) if tokens[i] != expected[i]]
+    assert len(changed) <= 2
+    if changed:
+        reference = DenseModel(smollm2(), Format.create(name, 64))
+        result = reference.judge([inputs[i] for i in changed], [tokens[i] for i in changed])
+        assert result.mismatches == 0
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_tokens_equal_the_dense_reference(name: str) -> None:
     tokens, logprobs = plain(name)
@@ -74,16 +89,16 @@ def test_tokens_equal_the_dense_reference(name: str) -> None:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_chunked_prefill(name: str, budget: int) -> None:
     tokens = run(name, prompts(), max_num_batched_tokens=budget, max_num_seqs=16)
-    assert tokens == plain_tokens(name)
+    assert_same(name, prompts(), tokens, plain_tokens(name))
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_prefix_caching_cold_and_hit(name: str) -> None:
     expected = plain_tokens(name)
     with engines.engine(smollm2(), kv_cache_dtype=name, enable_prefix_caching=True) as llm:
-        assert engines.generate(llm, prompts(), NEW_TOKENS) == expected
+        assert_same(name, prompts(), engines.generate(llm, prompts(), NEW_TOKENS), expected)
         before = engines.metric(llm, "vllm:prefix_cache_hits")
-        assert engines.generate(llm, prompts(), NEW_TOKENS) == expected
+        assert_same(name, prompts(), engines.generate(llm, prompts(), NEW_TOKENS), expected)
         # Whole pages below the last token of the prompt.
         hits = sum((n - 1) // 128 * 128 for n in LENGTHS)
         assert engines.metric(llm, "vllm:prefix_cache_hits") - before == hits
@@ -94,7 +109,7 @@ def test_prefix_hit_on_what_a_request_of_the_same_step_computes() -> None:
     inputs = [long[:n] for n in (400, 399, 300, 257)]
     alone = run("kvq-int4", inputs, max_num_seqs=1)
     together = run("kvq-int4", inputs, enable_prefix_caching=True)
-    assert together == alone
+    assert_same("kvq-int4", inputs, together, alone)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -110,7 +125,7 @@ def test_preemption(name: str) -> None:
         max_model_len=512,
         num_gpu_blocks_override=6 * (1 + ring_blocks) + 2,
     ) as llm:
-        assert engines.generate(llm, inputs, NEW_TOKENS) == expected
+        assert_same(name, inputs, engines.generate(llm, inputs, NEW_TOKENS), expected)
         assert engines.metric(llm, "vllm:num_preemptions") > 0
         free, total = engines.free_blocks(llm)
         assert free == total
@@ -120,7 +135,7 @@ def test_preemption(name: str) -> None:
 def test_poisoned_cache_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engines.poison_cache(monkeypatch)
     tokens = run(name, prompts(), max_num_batched_tokens=97, max_num_seqs=16)
-    assert tokens == plain_tokens(name)
+    assert_same(name, prompts(), tokens, plain_tokens(name))
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -137,7 +152,8 @@ def test_speculation_with_rejections_across_units(
         "prompt_lookup_min": 1,
     }
     with engines.engine(smollm2(), kv_cache_dtype=name, speculative_config=drafts) as llm:
-        assert engines.generate(llm, repetitive_prompts(), NEW_TOKENS) == expected
+        tokens = engines.generate(llm, repetitive_prompts(), NEW_TOKENS)
+        assert_same(name, repetitive_prompts(), tokens, expected)
         proposed = engines.metric(llm, "vllm:spec_decode_num_draft_tokens")
         accepted = engines.metric(llm, "vllm:spec_decode_num_accepted_tokens")
     assert 0 < accepted < proposed
@@ -149,14 +165,15 @@ def test_blocks_of_finished_requests_are_reused() -> None:
         smollm2(), kv_cache_dtype="kvq-int4", max_model_len=640, num_gpu_blocks_override=30
     ) as llm:
         for _ in range(3):
-            assert engines.generate(llm, prompts()[::-1], NEW_TOKENS)[::-1] == expected
+            tokens = engines.generate(llm, prompts()[::-1], NEW_TOKENS)[::-1]
+            assert_same("kvq-int4", prompts(), tokens, expected)
             free, total = engines.free_blocks(llm)
             assert free == total
 
 
 def test_without_the_hybrid_cache_manager() -> None:
     tokens = run("kvq-int4", prompts(), disable_hybrid_kv_cache_manager=True)
-    assert tokens == plain_tokens("kvq-int4")
+    assert_same("kvq-int4", prompts(), tokens, plain_tokens("kvq-int4"))
 
 
 @pytest.mark.parametrize("unit_size", [64, 256])
@@ -173,7 +190,7 @@ def test_other_unit_sizes(unit_size: int) -> None:
 
 def test_pages_of_several_units() -> None:
     tokens = run("kvq-int4", prompts(), block_size=256, enable_prefix_caching=True)
-    assert tokens == plain_tokens("kvq-int4")
+    assert_same("kvq-int4", prompts(), tokens, plain_tokens("kvq-int4"))
 
 
 @pytest.fixture(autouse=True, scope="module")

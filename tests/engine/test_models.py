@@ -129,8 +129,9 @@ def test_skipping_sliding_window_layers(gemma3: Path) -> None:
 
 
 def test_compiled(llama: Path) -> None:
-    eager = run(llama, "kvq-int4")
-    assert run(llama, "kvq-int4", enforce_eager=False) == eager
+    tokens = run(llama, "kvq-int4", enforce_eager=False)
+    assert mismatches(llama, Format.create("kvq-int4", 64), tokens) == 0
+    assert mismatches(llama, None, tokens) > 0
 
 
 def test_tensor_parallel(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
