@@ -50,9 +50,10 @@ test-engine: setup ## the tests that start a vLLM engine
 	$(PYTEST) -m engine $(ARGS)
 
 .PHONY: test-vllm-next
-test-vllm-next: setup ## every test against the next vLLM, on this one's compiled libraries
+test-vllm-next: setup ## the tests that use vLLM, against the next one on this one's libraries
 	$(VENV_PYTHON) tools/vllm_next.py
-	PYTHONPATH=$(CURDIR)/.venv-next/overlay $(PYTEST) $(ARGS)
+	PYTHONPATH=$(CURDIR)/.venv-next/overlay $(PYTEST) tests/plugin tests/engine \
+		--ignore tests/engine/test_figures.py $(ARGS)
 
 .PHONY: sanitize
 sanitize: setup ## the C++ kernels' tests under AddressSanitizer and UBSan
