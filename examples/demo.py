@@ -24,8 +24,11 @@ QUESTIONS = (
     "Name the four seasons of the year.",
 )
 # Something to look up far enough back that it is read from the quantised cache.
-NOTES = " ".join(f"Item {i} is stored on shelf {i * 7 % 50}." for i in range(1, 41))
-QUESTIONS += (f"{NOTES} On which shelf is item 3 stored? Answer with the number only.",)
+FILLER = " ".join(["The garden has many flowers and the weather was mild all week."] * 12)
+QUESTIONS += (
+    f"The train to Berlin leaves at platform 7. {FILLER} "
+    "From which platform does the train to Berlin leave?",
+)
 WIDTH = 96
 
 
@@ -72,7 +75,7 @@ def ask_in_own_process(model: str, cache_dtype: str) -> dict[str, Any]:
 
 def show(results: dict[str, dict[str, Any]]) -> None:
     for number, question in enumerate(QUESTIONS):
-        print(f"\n{textwrap.shorten(question, WIDTH, placeholder=' ...' + question[-70:])}")
+        print("\n" + question.replace(FILLER, "(12 sentences about a garden)"))
         for cache_dtype, result in results.items():
             answer = " ".join(result["answers"][number].split())
             print(
@@ -83,7 +86,6 @@ def show(results: dict[str, dict[str, Any]]) -> None:
                     subsequent_indent=" " * 12,
                 )
             )
-    print("\n(Wording may part ways without any quantisation: bf16 attention rounds differently.)")
     print("\nCache capacity that vLLM reports for the same memory:")
     print(f"  {'cache dtype':12} {'tokens':>9} {'requests of 4096':>17} {'gain':>6}")
     for cache_dtype, result in results.items():

@@ -265,6 +265,8 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
                 "kvq: running the reference kernels, correct but slow: %s",
                 fallback_reason(device) or f"{ENV_VAR} is set.",
             )
+        else:
+            logger.info_once("kvq: running the kernels of %s.", self.kernels.__name__)
         self.params = dataclasses.replace(
             self.params,
             sinks=self.sinks,

@@ -12,7 +12,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from kvq_vllm.config import OPTION, KVQConfig, KVQConfigError, is_kvq
+from kvq_vllm.config import KVQConfig, KVQConfigError, is_kvq
 
 SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
 ALLOW_UNTESTED = "KVQ_ALLOW_UNTESTED_VLLM"
@@ -92,7 +92,7 @@ def _check_block_size(cache_config: Any, config: KVQConfig) -> None:
         _refuse(
             f"--block-size {cache_config.block_size}",
             f"is no multiple of the kvq unit size {unit}",
-            f'use a multiple of {unit}, leave --block-size out, or set {OPTION}["unit_size"]',
+            f"use a multiple of {unit}, or leave --block-size out",
         )
     match_unit = cache_config.prefix_match_unit
     if match_unit is not None and match_unit != cache_config.block_size:

@@ -67,7 +67,7 @@ class KVQConfig(BaseModel):
         if misplaced := [key for key in additional_config if _is_meant_for_us(key)]:
             raise KVQConfigError(
                 f"additional_config has {misplaced[0]!r} at its top level, where it has no effect: "
-                f'write {{"kvq": {{"unit_size": 128}}}} (allowed keys: {_allowed_keys()}).'
+                f'write it as {{"kvq": {{...}}}} (allowed keys: {_allowed_keys()}).'
             )
         options = additional_config.get("kvq")
         if options is not None and not isinstance(options, Mapping):
