@@ -91,6 +91,7 @@ def show(results: dict[str, dict[str, Any]]) -> None:
     for cache_dtype, result in results.items():
         gain = result["tokens"] / results["auto"]["tokens"]
         print(f"  {cache_dtype:12} {result['tokens']:9,} {result['requests']:17.1f} {gain:5.2f}x")
+    print("  (Larger heads and longer contexts gain more: up to 3.6x, see docs/performance.md.)")
 
 
 def default_model() -> str:
