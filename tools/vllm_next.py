@@ -29,12 +29,15 @@ from setup_env import (
     download_wheel,
     environment_is_current,
     locked,
+    pip,
     run,
     step,
     write_dist_info,
 )
 
 VERSION = "0.33.0"
+# What its server needs beyond what the CPU build in `.venv` brings.
+EXTRAS = ("orjson",)
 NEXT = ROOT / ".venv-next"
 OVERLAY = NEXT / "overlay"
 STAMP = OVERLAY / "overlay.stamp"
@@ -46,6 +49,7 @@ CHECK = f"""
 import vllm
 from vllm.platforms import current_platform
 import vllm._custom_ops
+import vllm.entrypoints.openai.api_server
 assert vllm.__version__ == {VERSION!r}, vllm.__version__
 assert current_platform.is_cpu(), current_platform
 """
@@ -93,6 +97,8 @@ def build(work: Path) -> None:
         # vLLM takes the CPU platform only where this version contains "cpu". The folder comes
         # first on sys.path, so this hides the version that .venv registers.
         write_dist_info(overlay, f"{VERSION}+cpu")
+    with step(f"installing {', '.join(EXTRAS)} beside them"):
+        pip("install", "--no-deps", "--target", str(overlay), *EXTRAS)
     with step("checking that it imports and finds the CPU"):
         run(
             PYTHON,
