@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 from typing import Protocol, cast
 
 import torch
 
-from kvq_kernels import cpu, reference
+from kvq_kernels import cpu
 from kvq_kernels.interface import AttentionParams, Batch, LayerCache
 
 ENV_VAR = "KVQ_KERNELS"
@@ -24,6 +26,10 @@ class Kernels(Protocol):
     ) -> None: ...
 
     def write_ring(
+        self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, batch: Batch
+    ) -> None: ...
+
+    def store(
         self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, batch: Batch
     ) -> None: ...
 
@@ -48,7 +54,7 @@ class Kernels(Protocol):
     ) -> None: ...
 
 
-_KERNELS = {"reference": reference, "cpu": cpu}
+_NAMES = ("reference", "cpu", "triton")
 
 
 def select_kernels(device: torch.device) -> Kernels:
@@ -60,16 +66,34 @@ def select_kernels(device: torch.device) -> Kernels:
     """
     name = os.environ.get(ENV_VAR)
     if name is None:
-        name = "reference" if fallback_reason(device) else "cpu"
-    elif name not in _KERNELS:
-        raise ValueError(f"{ENV_VAR}={name} is unknown: choose one of {', '.join(_KERNELS)}.")
-    elif name == "cpu" and (reason := fallback_reason(device)):
-        raise ValueError(f"{ENV_VAR}=cpu cannot be used: {reason}")
-    return cast(Kernels, _KERNELS[name])
+        name = "reference" if fallback_reason(device) else _best(device)
+    elif name not in _NAMES:
+        raise ValueError(f"{ENV_VAR}={name} is unknown: choose one of {', '.join(_NAMES)}.")
+    elif reason := why_unavailable(name, device):
+        raise ValueError(f"{ENV_VAR}={name} cannot be used: {reason}")
+    return cast(Kernels, importlib.import_module(f"kvq_kernels.{name}"))
 
 
 def fallback_reason(device: torch.device) -> str | None:
     """Return why `device` has only the reference kernels, or None if it has fast ones."""
-    if device.type == "cpu":
+    return why_unavailable(_best(device), device)
+
+
+def why_unavailable(name: str, device: torch.device) -> str | None:
+    """Return why the kernels `name` cannot run on `device`, or None if they can."""
+    if name == "reference":
+        return None
+    if name == "cpu":
+        if device.type != "cpu":
+            return f"they are for CPUs, not for {device.type} devices."
         return cpu.why_unavailable()
-    return f"there are no kernels for {device.type} devices yet."
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; it comes with PyTorch for GPUs, or as pip install triton."
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"Triton does not run on {device.type} devices, except with TRITON_INTERPRET=1."
+    return None
+
+
+def _best(device: torch.device) -> str:
+    # PyTorch calls AMD's GPUs "cuda" as well.
+    return "cpu" if device.type == "cpu" else "triton"

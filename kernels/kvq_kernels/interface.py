@@ -56,7 +56,8 @@ class Batch:
         query_start_loc: int32 ``[num_requests + 1]``, the row of each request's first new token
             in the step's queries, keys and values. Rows before the first and after the last
             belong to others and are not touched.
-        seq_lens: int32 ``[num_requests]``, tokens of each request including the new ones.
+        seq_lens: int32 ``[num_requests]``, tokens of each request including the new ones. 0 marks
+            a dummy request, whatever rows it has: nothing of it is read, written or attended to.
 
     """
 

@@ -254,6 +254,23 @@ def write_ring(key: torch.Tensor, value: torch.Tensor, cache: LayerCache, batch:
         cache.ring[blocks, :, slots] = torch.cat([key[fresh], value[fresh]], dim=-1)
 
 
+def store(key: torch.Tensor, value: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
+    """:func:`seal`, then :func:`write_ring`, for requests that :func:`decode` can serve.
+
+    With no more than ``1 + ring_capacity - unit_size`` new tokens per request, no token written
+    takes the slot of one that sealing reads, so that one pass can do both.
+
+    Args:
+        key: this step's keys, ``[num_tokens, num_kv_heads, head_size]``.
+        value: as `key`.
+        cache: the layer's cache; its pages and ring are written.
+        batch: which tokens belong to which request.
+
+    """
+    seal(key, value, cache, batch)
+    write_ring(key, value, cache, batch)
+
+
 def decode(
     query: torch.Tensor,
     cache: LayerCache,
@@ -268,7 +285,7 @@ def decode(
 
     Args:
         query: ``[num_tokens, num_heads, head_size]``.
-        cache: the layer's cache, after :func:`seal` and :func:`write_ring`.
+        cache: the layer's cache, after :func:`store`, or :func:`seal` and :func:`write_ring`.
         batch: which tokens belong to which request.
         params: scale and masking.
         out: written, shape of `query`, any float dtype.
@@ -312,7 +329,7 @@ def _requests(batch: Batch) -> Iterator[tuple[int, slice, int, int]]:
     starts, lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
     for request, end in enumerate(lens):
         rows = slice(starts[request], starts[request + 1])
-        if rows.stop > rows.start:
+        if rows.stop > rows.start and end > 0:
             yield request, rows, end - (rows.stop - rows.start), end
 
 

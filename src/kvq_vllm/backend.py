@@ -12,8 +12,10 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
@@ -67,6 +69,23 @@ class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         # One new token and the speculative ones count as decode; the runner sorts them first.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        # CUDA graphs replay the addresses seen at capture: what build() computes must stay put.
+        max_requests = vllm_config.scheduler_config.max_num_seqs
+        self._seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
+    ) -> AttentionCGSupport:
+        """Say which batches a full graph may hold: decodes of equal length.
+
+        All lengths are read on the device, grids depend on shapes alone. The reference kernels
+        read lengths on the host, so with them attention runs between piecewise graphs.
+        """
+        device = torch.device(current_platform.device_type)
+        if select_kernels(device) is reference:
+            return AttentionCGSupport.NEVER
+        return AttentionCGSupport.UNIFORM_BATCH
 
     def build(
         self,
@@ -78,7 +97,7 @@ class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
         num_decodes, num_prefills, _, _ = split_decodes_and_prefills(
             common, decode_threshold=self.reorder_batch_threshold
         )
-        starts, lens = common.query_start_loc, common.seq_lens
+        starts, lens = common.query_start_loc, self._written_lens(common)
         return KVQMetadata(
             requests=Batch(starts, lens),
             decodes=Batch(starts[: num_decodes + 1], lens[:num_decodes]) if num_decodes else None,
@@ -86,6 +105,19 @@ class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
             num_decodes=num_decodes,
             block_table=common.block_table_tensor,
         )
+
+    def _written_lens(self, common: CommonAttentionMetadata) -> torch.Tensor:
+        """Return the requests' lengths, 0 for those whose tokens must not be written.
+
+        vLLM runs dummy batches (warm-up, graph capture, idle data-parallel ranks) over block
+        tables that may still name blocks in use, and marks their tokens with slot -1.
+        """
+        num_requests, num_tokens = common.num_reqs, common.slot_mapping.shape[0]
+        first_rows = common.query_start_loc[:num_requests].clamp(max=num_tokens - 1)
+        written = common.slot_mapping[first_rows] >= 0
+        lens = self._seq_lens[:num_requests]
+        torch.mul(common.seq_lens[:num_requests], written, out=lens)
+        return lens
 
 
 class KVQBackend(AttentionBackend):
@@ -335,15 +367,18 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
     ) -> None:
         """Run one step in the order that ``kvq_kernels.reference`` explains."""
         kernels, num_decodes = self.kernels, metadata.num_decodes
+        if metadata.prefills is None:
+            kernels.store(key, value, cache, metadata.requests)
+            kernels.decode(query, cache, metadata.requests, self.params, output)
+            return
         kernels.seal(key, value, cache, metadata.requests)
         if metadata.decodes is not None:
             part = cache.requests(0, num_decodes)
             kernels.write_ring(key, value, part, metadata.decodes)
             kernels.decode(query, part, metadata.decodes, self.params, output)
-        if metadata.prefills is not None:
-            part = cache.requests(num_decodes, None)
-            kernels.prefill(query, key, value, part, metadata.prefills, self.params, output)
-            kernels.write_ring(key, value, part, metadata.prefills)
+        part = cache.requests(num_decodes, None)
+        kernels.prefill(query, key, value, part, metadata.prefills, self.params, output)
+        kernels.write_ring(key, value, part, metadata.prefills)
 
 
 def _check_attention_class(name: str, layer: Any, cache_dtype: str) -> None:

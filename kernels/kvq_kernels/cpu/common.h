@@ -133,8 +133,9 @@ struct Request {
 inline Request request_at(const KvqArgs& a, int64_t request) {
   const int64_t row = index_at(a.query_start_loc, a.query_start_loc_is_64, request);
   const int64_t stop = index_at(a.query_start_loc, a.query_start_loc_is_64, request + 1);
-  if (stop <= row) return {row, 0, 0};  // padding: its length may be anything
   const int64_t end = index_at(a.seq_lens, a.seq_lens_is_64, request);
+  // Padding has no rows and any length; a dummy request has any rows and length 0.
+  if (stop <= row || end <= 0) return {row, 0, 0};
   return {row, end - (stop - row), end};
 }
 
