@@ -10,6 +10,7 @@ from typing import Protocol, cast
 import torch
 
 from kvq_kernels import cpu
+from kvq_kernels.formats import Format
 from kvq_kernels.interface import AttentionParams, Batch, LayerCache
 
 ENV_VAR = "KVQ_KERNELS"
@@ -52,6 +53,17 @@ class Kernels(Protocol):
         params: AttentionParams,
         out: torch.Tensor,
     ) -> None: ...
+
+    def workspace_bytes(
+        self,
+        fmt: Format,
+        max_num_requests: int,
+        max_query_len: int,
+        num_heads: int,
+        num_kv_heads: int,
+        max_model_len: int,
+        device: torch.device,
+    ) -> int: ...
 
 
 _NAMES = ("reference", "cpu", "triton")

@@ -324,6 +324,32 @@ def prefill(
         _attend(query, k, v, cache, request, rows, start, params, out)
 
 
+def workspace_bytes(
+    fmt: Format,
+    max_num_requests: int,
+    max_query_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    max_model_len: int,
+    device: torch.device,
+) -> int:
+    """Return the device memory that one call of :func:`decode` allocates at most, in bytes.
+
+    The oracle is not meant for places where that matters, and says 0.
+
+    Args:
+        fmt: format of the pages.
+        max_num_requests: requests in a batch.
+        max_query_len: new tokens of a request.
+        num_heads: query heads.
+        num_kv_heads: kv heads.
+        max_model_len: tokens that a row of the block table covers.
+        device: where it runs.
+
+    """
+    return 0
+
+
 def _requests(batch: Batch) -> Iterator[tuple[int, slice, int, int]]:
     """Yield (request, rows of its new tokens, first position, end position)."""
     starts, lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()

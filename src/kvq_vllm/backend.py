@@ -45,6 +45,7 @@ class KVQMetadata:
         decodes: the first `num_decodes`, with few new tokens each, or None.
         prefills: the others, or None.
         num_decodes: where the two part.
+        num_decode_tokens: the row where the prefills' tokens begin.
         block_table: int32 ``[num_requests, max_blocks]``, of this group.
 
     """
@@ -53,6 +54,7 @@ class KVQMetadata:
     decodes: Batch | None
     prefills: Batch | None
     num_decodes: int
+    num_decode_tokens: int
     block_table: torch.Tensor
 
 
@@ -94,7 +96,7 @@ class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
         fast_build: bool = False,
     ) -> KVQMetadata:
         common = common_attn_metadata
-        num_decodes, num_prefills, _, _ = split_decodes_and_prefills(
+        num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
             common, decode_threshold=self.reorder_batch_threshold
         )
         starts, lens = common.query_start_loc, self._written_lens(common)
@@ -103,6 +105,7 @@ class KVQMetadataBuilder(AttentionMetadataBuilder[KVQMetadata]):
             decodes=Batch(starts[: num_decodes + 1], lens[:num_decodes]) if num_decodes else None,
             prefills=Batch(starts[num_decodes:], lens[num_decodes:]) if num_prefills else None,
             num_decodes=num_decodes,
+            num_decode_tokens=num_decode_tokens,
             block_table=common.block_table_tensor,
         )
 
@@ -338,7 +341,8 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("kvq caches do not support fused output quantisation")
-        if attn_metadata is None:
+        if attn_metadata is None:  # the run that measures the memory besides the cache
+            self._reserve_workspace(query.device)
             return output.fill_(0)
         assert self.residual_name is not None
         residual = get_forward_context().no_compile_layers[self.residual_name]
@@ -355,6 +359,23 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         )
         self._run(query, key, value, cache, attn_metadata, output)
         return output
+
+    def _reserve_workspace(self, device: torch.device) -> None:
+        """Make vLLM's memory profile count what the kernels allocate for a step.
+
+        They take it from PyTorch's allocator, layer by layer, so one layer's counts.
+        """
+        config = self.vllm_config
+        num_bytes = self.kernels.workspace_bytes(
+            self.fmt,
+            config.scheduler_config.max_num_seqs,
+            1 + config.num_speculative_tokens,
+            self.num_heads,
+            self.num_kv_heads,
+            config.model_config.max_model_len + config.cache_config.block_size,
+            device,
+        )
+        torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def _run(
         self,
@@ -375,7 +396,8 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         if metadata.decodes is not None:
             part = cache.requests(0, num_decodes)
             kernels.write_ring(key, value, part, metadata.decodes)
-            kernels.decode(query, part, metadata.decodes, self.params, output)
+            rows = slice(metadata.num_decode_tokens)
+            kernels.decode(query[rows], part, metadata.decodes, self.params, output[rows])
         part = cache.requests(num_decodes, None)
         kernels.prefill(query, key, value, part, metadata.prefills, self.params, output)
         kernels.write_ring(key, value, part, metadata.prefills)

@@ -25,6 +25,7 @@ import torch
 
 from kvq_kernels.formats import Format
 from kvq_kernels.interface import AttentionParams, Batch, LayerCache
+from kvq_kernels.reference import workspace_bytes  # none worth counting
 
 __all__ = [
     "decode",
@@ -35,6 +36,7 @@ __all__ = [
     "select_isa",
     "store",
     "why_unavailable",
+    "workspace_bytes",
     "write_ring",
 ]
 
