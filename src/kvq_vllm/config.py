@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -114,13 +115,18 @@ def _is_meant_for_us(key: str) -> bool:
     return key in KVQConfig.model_fields or (key != "kvq" and key.lower().startswith("kvq"))
 
 
+def _suggestion(key: str) -> str:
+    close = difflib.get_close_matches(key.replace("-", "_").lower(), KVQConfig.model_fields, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
 def _describe(error: ValidationError) -> str:
     """Turn pydantic's report into one sentence."""
     problems = []
     for item in error.errors():
         name = ".".join(map(str, item["loc"]))
         if item["type"] == "extra_forbidden":
-            problems.append(f"unknown key {name!r}")
+            problems.append(f"unknown key {name!r}{_suggestion(name)}")
         elif item["type"] == "literal_error":
             problems.append(f"{name} is {item['input']!r} but must be {item['ctx']['expected']}")
         else:

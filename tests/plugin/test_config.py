@@ -21,7 +21,8 @@ def test_values_reach_the_format() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"unit": 64}, "unknown key 'unit' .*allowed keys: unit_size, key_group_size"),
+        ({"unit": 64}, "unknown key 'unit'.*allowed keys: unit_size, key_group_size"),
+        ({"unit-size": 64}, "unknown key 'unit-size' .did you mean 'unit_size'"),
         ({"unit_size": 100}, "unit_size is 100 but must be 64, 128 or 256"),
         ({"unit_size": "big"}, "unit_size is 'big' but must be a whole number"),
         ({"unit_size": 128.0}, "unit_size is 128.0 but must be a whole number"),
