@@ -36,10 +36,10 @@ lint: setup ## ruff and mypy
 	$(VENV_PYTHON) -m mypy
 
 # One thread for tests: engines and servers that run side by side would fight for the cores.
-test test-fast test-triton test-engine test-vllm-next sanitize: export OMP_NUM_THREADS := 1
+test test-fast test-triton test-triton-oldest test-engine test-vllm-next sanitize: export OMP_NUM_THREADS := 1
 
 .PHONY: test
-test: lint test-fast test-triton test-engine ## lint, then every test
+test: lint test-fast test-triton test-triton-oldest test-engine ## lint, then every test
 
 .PHONY: test-fast
 test-fast: setup ## the tests that start no vLLM engine
@@ -48,6 +48,15 @@ test-fast: setup ## the tests that start no vLLM engine
 .PHONY: test-triton
 test-triton: setup ## the Triton kernels' tests, in Triton's interpreter
 	$(PYTEST) tests/triton $(ARGS)
+
+# The oldest Triton that the kernels support, beside the one that vLLM brings.
+OLDEST_TRITON := 3.6.0
+.PHONY: test-triton-oldest
+test-triton-oldest: setup ## the same in the oldest supported Triton
+	test -d .venv-triton/$(OLDEST_TRITON) || $(VENV_PYTHON) -m pip install --quiet --no-deps \
+		--target .venv-triton/$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
+	PYTHONPATH=$(CURDIR)/.venv-triton/$(OLDEST_TRITON) $(PYTEST) tests/triton \
+		--ignore tests/triton/test_engine.py $(ARGS)
 
 .PHONY: test-engine
 test-engine: setup ## the tests that start a vLLM engine
@@ -78,6 +87,6 @@ bench: setup ## speed: the C++ kernels against vLLM's, then the engine end to en
 
 .PHONY: clean
 clean: ## remove environments, caches and build results
-	rm -rf .venv .venv-next build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-next .venv-triton build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -rf kernels/*.egg-info src/*.egg-info *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
