@@ -17,6 +17,7 @@ from typing import Annotated
 
 import typer
 
+from kvq_vllm.cli import doctor, plan
 from kvq_vllm.errors import KVQError
 
 app = typer.Typer(
@@ -45,6 +46,10 @@ def _options(
     ] = False,
 ) -> None:
     """Plan, check and measure quantised KV caches for vLLM."""
+
+
+app.command("plan", help=plan.HELP)(plan.command)
+app.command("doctor", help=doctor.HELP)(doctor.command)
 
 
 def main() -> None:
