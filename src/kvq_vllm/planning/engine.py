@@ -147,7 +147,7 @@ def _plan(
     )
     made = make_layers(vllm_config, layers, dtype, tensor_parallel_size)
     specs = _layer_specs(vllm_config, made)
-    config = _cache_config(vllm_config, specs, memory)
+    config = cache_config(vllm_config, specs, memory)
     concurrency = {}
     for context in contexts:
         vllm_config.model_config.max_model_len = context
@@ -245,7 +245,7 @@ def _layer_specs(vllm_config: Any, layers: dict[str, Any]) -> dict[str, Any]:
     return specs
 
 
-def _cache_config(vllm_config: Any, specs: dict[str, Any], memory: int) -> Any:
+def cache_config(vllm_config: Any, specs: dict[str, Any], memory: int) -> Any:
     """Return vLLM's cache configuration for one worker."""
     try:
         from vllm.v1.core import kv_cache_planning as planning

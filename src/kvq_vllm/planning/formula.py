@@ -17,7 +17,7 @@ from kvq_vllm.config import KVQConfig
 from kvq_vllm.planning.shape import DTYPE_BYTES, LayerShape, ModelShape
 
 DEFAULT_BLOCK_SIZE = 16
-"""vLLM's own on GPUs; formats made of units have one unit to a block."""
+"""vLLM's own on GPUs; formats made of units have one unit to a block. (On CPUs it is 128.)"""
 
 
 @dataclass(frozen=True)
