@@ -207,6 +207,8 @@ def test_a_window_stops_growing() -> None:
     auto = FORMATS[0]
     long, longer = (formula.request_bytes(shape, auto, sizes, c) for c in (65536, 131072))
     assert longer - long == 65536 * 4096  # the layer that sees everything
+    reads = [formula.read_bytes(shape, auto, sizes, c) for c in (512, 65536)]
+    assert reads == [2 * 512 * 4096, (1024 + 65536) * 4096]
     token = formula.bytes_per_token(shape, auto, sizes)
     assert token == 2 * formula.bytes_per_token(shape, auto, sizes, windowed=False)
 

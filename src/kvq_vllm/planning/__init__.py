@@ -97,6 +97,7 @@ class Plan:
         weight_bytes: of one device, or None where nothing tells.
         cache_bytes: of one device.
         vllm_version: of the planner, or None where the formula did everything.
+        in_flight_tokens: that each request keeps room for beside a sliding window.
         formats: one per cache dtype.
         advice: sentences for a human.
 
@@ -108,6 +109,7 @@ class Plan:
     weight_bytes: int | None
     cache_bytes: int
     vllm_version: str | None
+    in_flight_tokens: int
     formats: tuple[FormatPlan, ...]
     advice: tuple[str, ...]
 
@@ -170,6 +172,9 @@ def plan(
         options or KVQConfig.parse(None),
     )
     answers = _ask_vllm(shape, sizes, contexts, cache_memory, max_num_batched_tokens, use_vllm)
+    for answer in answers.values():
+        if answer.in_flight_tokens:
+            sizes = replace(sizes, in_flight_tokens=answer.in_flight_tokens)
     formats = [_plan_format(shape, f, sizes, contexts, cache_memory, answers) for f in FORMATS]
     formats = [_with_gains(f, formats[0]) for f in formats]
     result = Plan(
@@ -179,6 +184,7 @@ def plan(
         weight_bytes=weights,
         cache_bytes=cache_memory,
         vllm_version=_vllm_version() if answers else None,
+        in_flight_tokens=sizes.in_flight_tokens,
         formats=tuple(formats),
         advice=(),
     )
@@ -330,8 +336,9 @@ def _advice(result: Plan, sizes: Sizes, contexts: Sequence[int]) -> tuple[str, .
         windows = sorted({w.sliding_window for w in shape.layers if w.sliding_window is not None})
         advice.append(
             f"{shape.num_windowed} of {len(shape.layers)} layers have a sliding window "
-            f"({', '.join(f'{w:,}' for w in windows)} tokens): beyond it their share of a request "
-            "no longer grows, and their full-precision rings weigh more."
+            f"({', '.join(f'{w:,}' for w in windows)} tokens): beyond it, and the "
+            f"{result.in_flight_tokens:,} tokens of steps in flight for which vLLM keeps room "
+            "(--max-num-batched-tokens; its default depends on the device), they stop growing."
         )
     if any(layer.num_kv_heads < result.tensor_parallel_size for layer in shape.layers):
         advice.append(
@@ -369,10 +376,10 @@ def _traffic(result: Plan, sizes: Sizes, context: int) -> str | None:
     requests = result.format(_BASELINE).at(context).requests
     if not requests or result.weight_bytes is None:
         return None
-    held = requests * formula.request_bytes(result.model, FORMATS[0], sizes, context)
-    share = held / (held + result.weight_bytes)
+    read = requests * formula.read_bytes(result.model, FORMATS[0], sizes, context)
+    share = read / (read + result.weight_bytes)
     return (
-        f"A decode step of those {requests} requests reads up to "
-        f"{result.weight_bytes / GIB:.1f} GiB of weights and {held / GIB:.1f} GiB of 16-bit cache: "
+        f"At that load with a 16-bit cache, a decode step reads up to "
+        f"{result.weight_bytes / GIB:.1f} GiB of weights and {read / GIB:.1f} GiB of cache: "
         f"{share:.0%} of the traffic is cache."
     )

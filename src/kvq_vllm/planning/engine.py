@@ -32,6 +32,7 @@ class EnginePlan:
     Attributes:
         num_blocks: blocks of the cache.
         block_size: tokens per block, of the layers that see everything.
+        in_flight_tokens: that vLLM reserves room for beside a sliding window.
         concurrency: context to requests of that many tokens, as vLLM reports it.
         problem: why there is no plan, in vLLM's words, or None.
 
@@ -39,6 +40,7 @@ class EnginePlan:
 
     num_blocks: int = 0
     block_size: int = 0
+    in_flight_tokens: int = 0
     concurrency: dict[int, float] | None = None
     problem: str | None = None
 
@@ -152,7 +154,12 @@ def _plan(
     for context in contexts:
         vllm_config.model_config.max_model_len = context
         _, concurrency[context] = kv_cache_utils.get_kv_cache_capacity(vllm_config, config)
-    return EnginePlan(config.num_blocks, vllm_config.cache_config.block_size, concurrency)
+    return EnginePlan(
+        num_blocks=config.num_blocks,
+        block_size=vllm_config.cache_config.block_size,
+        in_flight_tokens=vllm_config.max_in_flight_tokens,
+        concurrency=concurrency,
+    )
 
 
 def engine_config(

@@ -138,6 +138,17 @@ def ring_bytes(shape: ModelShape, fmt: CacheFormat, sizes: Sizes, context: int) 
     return blocks * page
 
 
+def read_bytes(shape: ModelShape, fmt: CacheFormat, sizes: Sizes, context: int) -> int:
+    """Bytes on one device that decoding the next token of one request reads."""
+    itemsize = DTYPE_BYTES[shape.dtype]
+    return sum(
+        sizes.kv_heads(layer)
+        * fmt.token_bytes(layer, itemsize, sizes.config)
+        * min(context, layer.sliding_window or context)
+        for layer in shape.layers
+    )
+
+
 def _page_bytes(shape: ModelShape, layer: LayerShape, fmt: CacheFormat, sizes: Sizes) -> int:
     token = fmt.token_bytes(layer, DTYPE_BYTES[shape.dtype], sizes.config)
     return sizes.kv_heads(layer) * token * fmt.block_size(sizes.config)
