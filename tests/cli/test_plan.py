@@ -118,6 +118,11 @@ def test_a_window_on_all_layers_and_one_that_is_switched_off(model: Any) -> None
     assert read_model(model(LLAMA_8B, **off)).num_windowed == 0
 
 
+def test_multi_query_attention_has_one_kv_head(model: Any) -> None:
+    shape = read_model(model(LLAMA_8B, multi_query=True))
+    assert {layer.num_kv_heads for layer in shape.layers} == {1}
+
+
 def test_experts_are_counted_in_the_weights(model: Any) -> None:
     assert read_model(model(MOE_30B)).weight_bytes == pytest.approx(2 * 30.5e9, rel=0.01)
 

@@ -156,6 +156,7 @@ def _by_hand(
 
 def _show(plan: Plan, contexts: list[int]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
@@ -170,7 +171,7 @@ def _show(plan: Plan, contexts: list[int]) -> None:
         table.add_row(*_row(fmt, contexts))
     console.print(table)
     for note in _notes(plan):
-        console.print(f"[dim]{note}[/dim]")
+        console.print(f"[dim]{escape(note)}[/dim]")
     for line in plan.advice:
         console.print(line)
 
@@ -201,12 +202,14 @@ def _row(fmt: FormatPlan, contexts: list[int]) -> list[str]:
 
 
 def _notes(plan: Plan) -> list[str]:
-    notes = [f"{f.cache_dtype}: {f.problem}" for f in plan.formats if f.problem]
-    if len({note.partition(": ")[2] for note in notes}) == 1 and len(notes) > 1:
-        names = ", ".join(f.cache_dtype for f in plan.formats if f.problem)
-        notes = [f"{names}: {plan.formats[-1].problem}"]
+    reasons: dict[str, list[str]] = {}
+    for fmt in plan.formats:
+        if fmt.problem:
+            by_formula = "by the formula; vLLM: " if fmt.planned_by else "not supported: "
+            reasons.setdefault(by_formula + fmt.problem, []).append(fmt.cache_dtype)
+    notes = [f"{', '.join(names)}: {reason}." for reason, names in reasons.items()]
     notes += [note + "." for note in plan.model.notes]
-    if plan.vllm_version is None and not plan.model.needs_formula:
+    if plan.vllm_version is None and not plan.model.needs_formula and not reasons:
         notes.append("By the formula: where vLLM is installed, its own planner decides.")
     if plan.memory_bytes is not None:
         notes.append(

@@ -132,7 +132,6 @@ def plan(
     tensor_parallel_size: int = 1,
     gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
     max_num_batched_tokens: int | None = None,
-    num_speculative_tokens: int = 0,
     options: KVQConfig | None = None,
     use_vllm: bool | None = None,
 ) -> Plan:
@@ -147,9 +146,9 @@ def plan(
         tensor_parallel_size: devices that share weights and heads.
         gpu_memory_utilization: as vLLM's option.
         max_num_batched_tokens: as vLLM's option; sliding windows reserve room for a step's tokens.
-        num_speculative_tokens: drafts per step; counted by the formula only.
         options: of the kvq formats.
-        use_vllm: whether vLLM's planner decides; None: where it is installed.
+        use_vllm: whether vLLM's planner decides; None: where it is installed. Where it fails, the
+            formula decides, and the format says why.
 
     Raises:
         KVQError: the model cannot be read, the weights leave no room, a context is longer than
@@ -168,7 +167,6 @@ def plan(
     sizes = Sizes(
         tensor_parallel_size,
         max_num_batched_tokens or Sizes.in_flight_tokens,
-        num_speculative_tokens,
         options or KVQConfig.parse(None),
     )
     answers = _ask_vllm(shape, sizes, contexts, cache_memory, max_num_batched_tokens, use_vllm)
@@ -177,13 +175,14 @@ def plan(
             sizes = replace(sizes, in_flight_tokens=answer.in_flight_tokens)
     formats = [_plan_format(shape, f, sizes, contexts, cache_memory, answers) for f in FORMATS]
     formats = [_with_gains(f, formats[0]) for f in formats]
+    asked = any(f.planned_by == "vllm" for f in formats)
     result = Plan(
         model=shape,
         tensor_parallel_size=tensor_parallel_size,
         memory_bytes=total,
         weight_bytes=weights,
         cache_bytes=cache_memory,
-        vllm_version=_vllm_version() if answers else None,
+        vllm_version=_vllm_version() if asked else None,
         in_flight_tokens=sizes.in_flight_tokens,
         formats=tuple(formats),
         advice=(),

@@ -71,14 +71,12 @@ class Sizes:
     Attributes:
         tensor_parallel_size: devices that share the heads.
         in_flight_tokens: tokens of one step, which a sliding window must hold beside itself.
-        speculative_tokens: drafts per step, which the ring must hold besides a unit.
         config: options of the kvq formats.
 
     """
 
     tensor_parallel_size: int = 1
     in_flight_tokens: int = 8192
-    speculative_tokens: int = 0
     config: KVQConfig = field(default_factory=lambda: KVQConfig.parse(None))
 
     def kv_heads(self, layer: LayerShape) -> int:
@@ -130,7 +128,7 @@ def ring_bytes(shape: ModelShape, fmt: CacheFormat, sizes: Sizes, context: int) 
     if not fmt.has_ring:
         return 0
     page = max(_page_bytes(shape, layer, fmt, sizes) for layer in shape.layers)
-    capacity = min(context, sizes.config.unit_size + sizes.speculative_tokens)
+    capacity = min(context, sizes.config.unit_size)
     blocks = 0
     for layer in shape.layers:
         token = sizes.kv_heads(layer) * _unquantised(layer, DTYPE_BYTES[shape.dtype], sizes.config)

@@ -101,7 +101,7 @@ def read_model(model: str | Path) -> ModelShape:
         raise KVQError(f"{path} cannot be read ({error}): give a valid config.json.") from None
     if not isinstance(config, dict):
         raise KVQError(f"{path} does not hold a model's configuration: give a valid config.json.")
-    name = path.parent.name if Path(model).exists() else str(model)
+    name = path.resolve().parent.name if Path(model).expanduser().exists() else str(model)
     return _shape(name, path, config)
 
 
@@ -269,8 +269,9 @@ def _layers(name: str, fields: _Fields) -> tuple[tuple[LayerShape, ...], str | N
         or fields.need("hidden_size", "n_embd", option="--head-size") // heads
     )
     value_size = int(fields.raw.get("v_head_dim") or head_size)
-    kv_heads = 1 if fields.raw.get("multi_query") else None
-    kv_heads = kv_heads or int(fields.get("num_key_value_heads", "num_kv_heads", default=heads))
+    kv_heads = int(fields.get("num_key_value_heads", "num_kv_heads", default=heads))
+    if fields.raw.get("multi_query") and not fields.raw.get("new_decoder_architecture"):
+        kv_heads = 1  # Falcon and StarCoder
     window = fields.get("sliding_window") if _uses_window(fields.raw) else None
     unsupported = None
     if value_size != head_size:
