@@ -134,7 +134,7 @@ def _oracle(
 
 
 def run(name: str, device: torch.device) -> Result:
-    """Test the kernels of one name on one device, with every format."""
+    """Test the kernels of one name on one device, with every format; sets ``KVQ_KERNELS``."""
     os.environ[ENV_VAR] = name
     try:
         kernels = select_kernels(device)

@@ -153,8 +153,7 @@ def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "distribution", _only())
     monkeypatch.setattr(diagnosis, "find_spec", lambda name: None)
     for findings in (diagnosis.torch_findings(), diagnosis.distribution_findings()):
-        finding = one(findings, "failure") if findings else None
-        assert finding is not None
+        finding = one(findings, "failure")
         assert finding.message == "not installed"
         assert "pip install" in (finding.remedy or "")
     assert [*diagnosis.vllm_findings(), *diagnosis.kernel_findings()] == []

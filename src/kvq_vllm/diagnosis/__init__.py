@@ -26,7 +26,7 @@ from typing import Any, Literal
 from kvq_vllm.checks import ALLOW_UNTESTED, SUPPORTED_VLLM, version_problem
 
 PLUGIN_GROUP, PLUGIN_NAME = "vllm.general_plugins", "kvq"
-TIMEOUT_SECONDS = 300
+TIMEOUT_SECONDS = 600
 _VISION = ("torchvision", "torchaudio", "torchcodec")
 _CACHE_FOLDERS = {
     "VLLM_CACHE_ROOT": "~/.cache/vllm",

@@ -22,7 +22,7 @@ from typing import Any
 from kvq_vllm.planning.formula import Sizes
 from kvq_vllm.planning.shape import LayerShape, ModelShape
 
-TIMEOUT_SECONDS = 300
+TIMEOUT_SECONDS = 600
 
 
 @dataclass(frozen=True)
