@@ -85,6 +85,10 @@ bench: setup ## speed: the C++ kernels against vLLM's, then the engine end to en
 	$(VENV_PYTHON) benchmarks/cpu_bench.py $(if $(JSON),--json "$(JSON)")
 	$(VENV_PYTHON) benchmarks/e2e_bench.py $(if $(JSON),--json "$(JSON:.json=-e2e.json)")
 
+.PHONY: pictures
+pictures: setup ## draw docs/images/ again
+	$(VENV_PYTHON) tools/draw_capacity.py
+
 .PHONY: clean
 clean: ## remove environments, caches and build results
 	rm -rf .venv .venv-next .venv-triton build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 GIB = 1 << 30
 DTYPES = ("auto", "kvq-int8", "kvq-k8v4", "kvq-int4")
@@ -103,56 +102,29 @@ def engine_capacity(cache_dtype: str) -> Capacity:
     return Capacity("engine", cache_dtype, ENGINE_CONTEXT, memory, tokens)
 
 
-def planned_capacity(cache_dtype: str, shape: Shape, max_model_len: int, memory: int) -> Capacity:
-    """Ask vLLM's planner, with the specs that the layers of such a model hand it."""
-    import torch
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.core import kv_cache_utils
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+def planned_capacities() -> list[Capacity]:
+    """Ask vLLM's planner, as ``kvq plan`` does."""
+    from kvq_vllm.planning import LayerShape, ModelShape, plan
 
-    from kvq_vllm.backend import backend_for
-    from kvq_vllm.config import KVQConfig, is_kvq
-    from kvq_vllm.residual import LAYER_SUFFIX, residual_spec
-
-    with tempfile.TemporaryDirectory() as folder:
-        write_model_config(Path(folder), shape)
-        vllm_config = EngineArgs(
-            model=folder,
-            skip_tokenizer_init=True,
-            kv_cache_dtype=cache_dtype,
-            max_model_len=max_model_len,
-        ).create_engine_config()
-    vllm_config.cache_config.kv_cache_layout = "BLHNC"
-    ours = is_kvq(cache_dtype)
-    pages = FullAttentionSpec(
-        block_size=vllm_config.cache_config.block_size,
-        num_kv_heads=shape.num_kv_heads,
-        head_size=shape.head_size,
-        dtype=torch.uint8 if ours else torch.bfloat16,
+    layer = LayerShape(SHAPE_8B.num_kv_heads, SHAPE_8B.head_size, SHAPE_8B.head_size)
+    model = ModelShape(
+        name="8B",
+        layers=(layer,) * SHAPE_8B.num_layers,
+        num_heads=4 * SHAPE_8B.num_kv_heads,
+        max_context=max(PLANNED_CONTEXTS),
+        dtype="bfloat16",
+        weight_bytes=None,
     )
-    layers = [f"model.layers.{i}.self_attn.attn" for i in range(shape.num_layers)]
-    specs: dict[str, KVCacheSpec] = {}
-    if ours:
-        fmt = KVQConfig().format(cache_dtype, shape.head_size)
-        pages = backend_for(fmt).customize_spec(pages)
-        ring = residual_spec(pages, fmt, torch.bfloat16, 0, pages.page_size_bytes)
-        specs = {layer + LAYER_SUFFIX: ring for layer in layers}
-    specs = dict.fromkeys(layers, pages) | specs
-    config = plan(vllm_config, specs, memory)
-    tokens, _ = kv_cache_utils.get_kv_cache_capacity(vllm_config, config)
-    return Capacity("planned", cache_dtype, max_model_len, memory, tokens)
-
-
-def plan(vllm_config: Any, specs: dict[str, Any], memory: int) -> Any:
-    """Return vLLM's cache configuration for one worker."""
-    try:
-        from vllm.v1.core import kv_cache_planning as planning
-    except ImportError:  # vLLM 0.32
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
-
-        return get_kv_cache_configs(vllm_config, [specs], [memory])[0]
-    groups = planning.get_global_kv_cache_groups(vllm_config, [specs])
-    return planning.get_kv_cache_configs(vllm_config, [specs], [memory], groups)[0]
+    result = plan(model, cache_memory=PLANNED_MEMORY, contexts=PLANNED_CONTEXTS, use_vllm=True)
+    rows = []
+    for cache_dtype in DTYPES:
+        planned = result.format(cache_dtype)
+        if planned.planned_by != "vllm":
+            sys.exit(f"vLLM did not plan {cache_dtype}: {planned.problem}")
+        for fit in planned.fits:
+            tokens = int(fit.concurrency * fit.context)
+            rows.append(Capacity("planned", cache_dtype, fit.context, PLANNED_MEMORY, tokens))
+    return rows
 
 
 def with_ratios(rows: Iterable[Capacity]) -> list[Capacity]:
@@ -164,43 +136,31 @@ def with_ratios(rows: Iterable[Capacity]) -> list[Capacity]:
     ]
 
 
-def in_own_process(kind: str, cache_dtype: str) -> list[Capacity]:
+def engine_capacity_in_own_process(cache_dtype: str) -> Capacity:
     """Measure in a fresh interpreter, because an engine leaves global state behind."""
     with tempfile.NamedTemporaryFile() as out:
         subprocess.run(
-            [sys.executable, __file__, "--child", kind, cache_dtype, "--json", out.name],
+            [sys.executable, __file__, "--child", cache_dtype, "--json", out.name],
             check=True,
             stdout=subprocess.DEVNULL,
         )
-        return [Capacity(**row) for row in json.loads(Path(out.name).read_text())]
-
-
-def measure(kind: str, cache_dtype: str) -> list[Capacity]:
-    if kind == "engine":
-        return [engine_capacity(cache_dtype)]
-    return [
-        planned_capacity(cache_dtype, SHAPE_8B, context, PLANNED_MEMORY)
-        for context in PLANNED_CONTEXTS
-    ]
+        (row,) = json.loads(Path(out.name).read_text())
+        return Capacity(**row)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--child", nargs=2, metavar=("KIND", "DTYPE"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", metavar="DTYPE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if options.child:
-        rows = measure(*options.child)
+        rows = [engine_capacity(options.child)]
     else:
-        rows = with_ratios(
-            row
-            for kind in ("engine", "planned")
-            for dtype in DTYPES
-            for row in in_own_process(kind, dtype)
-        )
+        engines = [engine_capacity_in_own_process(dtype) for dtype in DTYPES]
+        rows = with_ratios([*engines, *planned_capacities()])
         print(f"{'how':8} {'cache dtype':12} {'context':>8} {'GiB':>5} {'tokens':>10} {'ratio':>6}")
         for r in rows:
             print(

@@ -69,6 +69,11 @@ class Kernels(Protocol):
 _NAMES = ("reference", "cpu", "triton")
 
 
+def kernel_names() -> tuple[str, ...]:
+    """Return the values that ``KVQ_KERNELS`` may have."""
+    return tuple(_KERNELS)
+
+
 def select_kernels(device: torch.device) -> Kernels:
     """Return the best kernels for `device`, or those that ``KVQ_KERNELS`` names.
 

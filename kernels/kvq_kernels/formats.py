@@ -27,8 +27,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # sizes are needed where PyTorch is not installed: `kvq plan`
+    import torch
 
 DTYPE_PREFIX = "kvq-"
 """Prefix of our ``--kv-cache-dtype`` names."""
@@ -230,6 +232,24 @@ def supports_head_size(head_size: int) -> bool:
     return 0 < head_size <= MAX_HEAD_SIZE and head_size % HEAD_SIZE_MULTIPLE == 0
 
 
+def ring_block_size(block_size: int, page_bytes: int, token_bytes: int) -> int:
+    """Return how many tokens of the residual ring share one page.
+
+    The largest power of two that divides `block_size` and fits the page, so that pages of
+    sealed units and pages of the ring can have one size and share a pool.
+
+    Args:
+        block_size: tokens in a page of sealed units.
+        page_bytes: size of a page.
+        token_bytes: unquantised key and value of one token, all kv heads.
+
+    """
+    tokens = 1
+    while block_size % (2 * tokens) == 0 and 2 * tokens * token_bytes <= page_bytes:
+        tokens *= 2
+    return tokens
+
+
 @lru_cache(maxsize=64)
 def hadamard(head_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return the orthonormal rotation applied to values, fp32 ``[head_size, head_size]``.
@@ -238,6 +258,8 @@ def hadamard(head_size: int, device: torch.device | str = "cpu") -> torch.Tensor
     of two that sum to `head_size`, largest first, where that is no power of two
     (96 = 64 + 32).
     """
+    import torch
+
     blocks = []
     rest = head_size
     while rest:

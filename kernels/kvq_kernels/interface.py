@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from kvq_kernels.formats import Format
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
 from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from kvq_kernels.formats import Format
+from kvq_kernels.formats import Format, ring_block_size
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -126,12 +126,9 @@ def residual_spec(
 
     """
     token_bytes = 2 * fmt.head_size * get_dtype_size(dtype)
-    block_size = 1
-    while (
-        pages.block_size % (2 * block_size) == 0
-        and 2 * block_size * token_bytes * pages.num_kv_heads <= page_size_bytes
-    ):
-        block_size *= 2
+    block_size = ring_block_size(
+        pages.block_size, page_size_bytes, token_bytes * pages.num_kv_heads
+    )
     return ResidualSpec(
         block_size=block_size,
         ring_blocks=cdiv(fmt.unit_size + num_speculative_tokens, block_size),

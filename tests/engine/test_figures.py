@@ -8,12 +8,10 @@ import pytest
 
 from benchmarks import capacity, quality
 
-SHAPE = capacity.SHAPE_8B
-
 
 @pytest.fixture(scope="module")
 def engine_tokens() -> dict[str, int]:
-    rows = [row for d in capacity.DTYPES for row in capacity.in_own_process("engine", d)]
+    rows = [capacity.engine_capacity_in_own_process(d) for d in capacity.DTYPES]
     assert {row.max_model_len for row in rows} == {8192}
     assert len({row.memory_bytes for row in rows}) == 1
     return {row.cache_dtype: row.tokens for row in rows}
@@ -30,7 +28,7 @@ def test_capacity_that_an_engine_reports(
 
 @pytest.fixture(scope="module")
 def planned_tokens() -> dict[str, int]:
-    rows = [row for d in capacity.DTYPES for row in capacity.in_own_process("planned", d)]
+    rows = capacity.planned_capacities()
     return {row.cache_dtype: row.tokens for row in rows if row.max_model_len == 32768}
 
 

@@ -25,9 +25,14 @@ NAMES = [
     "vllm.model_executor.layers.attention:Attention.process_weights_after_loading",
     "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.bind_kv_cache",
+    "vllm.envs:environment_variables",
+    "vllm.platforms:current_platform.device_type",
     "vllm.platforms:current_platform.get_attn_backend_cls",
+    "vllm.platforms:current_platform.update_block_size_for_backend",
     "vllm.platforms:current_platform.check_and_update_config",
     "vllm.platforms:current_platform.get_device_capability",
+    "vllm.plugins:load_general_plugins",
+    "vllm.usage.usage_lib:UsageContext.OPENAI_API_SERVER",
     "vllm.utils.torch_utils:STR_DTYPE_TO_TORCH_DTYPE",
     "vllm.v1.attention.backend:AttentionImpl.supports_dcp",
     "vllm.v1.attention.backend:AttentionImpl.supports_pcp",
@@ -35,6 +40,9 @@ NAMES = [
     "vllm.v1.attention.backend:AttentionBackend.validate_configuration",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum.__members__",
     "vllm.v1.core.single_type_kv_cache_manager:CircularBufferManager",
+    "vllm.v1.attention.backends.utils:get_supported_kv_cache_layouts",
+    "vllm.v1.attention.backends.utils:resolve_kv_cache_layout",
+    "vllm.v1.core.kv_cache_utils:get_kv_cache_capacity",
     "vllm.v1.kv_cache_interface:KVQuantMode.NONE",
     "vllm.v1.kv_cache_layout:KVCacheLayout.BLHNC",
     "vllm.v1.kv_cache_layout:KVCacheLayout.LBHNC",
@@ -63,6 +71,12 @@ PARAMETERS = {
         "common_attn_metadata",
         "fast_build",
     ],
+    "vllm.v1.attention.backends.utils:resolve_kv_cache_layout": [
+        "vllm_config",
+        "supported_layouts",
+        "kv_cache_specs",
+    ],
+    "vllm.v1.core.kv_cache_utils:get_kv_cache_capacity": ["vllm_config", "kv_cache_config"],
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": [
         "kvcache_spec_cls",
         "manager_class",
@@ -207,6 +221,17 @@ def test_impl_takes_what_an_attention_layer_passes() -> None:
     assert ours[: len(theirs)] == theirs
     forward = list(inspect.signature(AttentionImpl.forward).parameters)
     assert list(inspect.signature(KVQImpl.forward).parameters) == forward
+
+
+def test_planning_has_one_of_the_two_known_ways() -> None:
+    try:
+        from vllm.v1.core import kv_cache_planning as planning
+    except ImportError:  # vLLM 0.32
+        from vllm.v1.core import kv_cache_utils as planning
+    else:
+        assert callable(planning.get_global_kv_cache_groups)
+    parameters = list(inspect.signature(planning.get_kv_cache_configs).parameters)
+    assert parameters[:3] == ["vllm_config", "kv_cache_specs", "available_memory"]
 
 
 def test_dtype_registration_has_one_of_the_two_known_ways() -> None:

@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from benchmarks import capacity
 from kvq_kernels import SCHEMES, Format
 from kvq_vllm.backend import ResidualBackend, backend_for
+from kvq_vllm.planning.engine import cache_config
 from kvq_vllm.residual import ResidualLayer, ResidualManager, ResidualSpec, residual_spec
 
 
@@ -174,7 +175,7 @@ def test_vllm_can_plan_models_whose_layers_differ(
         layers[f"model.layers.{i}.attn.kvq_residual"] = ResidualLayer(owner, fmt, ResidualBackend)
         specs[f"model.layers.{i}.attn"] = owner.spec
     specs |= {name: layer.get_kv_cache_spec(planner_config) for name, layer in layers.items()}
-    plan = capacity.plan(planner_config, specs, 4 << 30)
+    plan = cache_config(planner_config, specs, 4 << 30)
     planned = [name for group in plan.kv_cache_groups for name in group.layer_names]
     assert sorted(planned) == sorted(specs)
     assert len({specs[name].page_size_bytes for name in layers}) == 1
