@@ -71,7 +71,7 @@ _NAMES = ("reference", "cpu", "triton")
 
 def kernel_names() -> tuple[str, ...]:
     """Return the values that ``KVQ_KERNELS`` may have."""
-    return tuple(_KERNELS)
+    return _NAMES
 
 
 def select_kernels(device: torch.device) -> Kernels:
