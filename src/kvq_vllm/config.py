@@ -8,15 +8,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvq_kernels.formats import DTYPE_PREFIX, SCHEMES, Format
+from kvq_vllm.errors import KVQError
 
 OPTION = 'additional_config["kvq"]'
 
 
-class KVQConfigError(RuntimeError):
-    """A configuration that cannot work; the message is one sentence with the way out.
-
-    Not a ValueError, because pydantic would wrap that in a report about vLLM's own classes.
-    """
+class KVQConfigError(KVQError):
+    """A configuration that cannot work."""
 
 
 class KVQConfig(BaseModel):

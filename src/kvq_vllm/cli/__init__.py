@@ -1,0 +1,56 @@
+"""The command line, ``kvq``.
+
+One module per command, thin: it reads options, calls the function that does the work, and
+prints. Conventions of all commands:
+
+- ``--json`` prints one JSON document on stdout and nothing else there.
+- Exit status 0: done; 1: done, and the answer is no; 2: it could not be done, with one line on
+  stderr that says why; 130: interrupted.
+- A module of this package imports neither PyTorch nor vLLM at its top, so that ``kvq --help``
+  answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from kvq_vllm.errors import KVQError
+
+app = typer.Typer(
+    name="kvq",
+    help="Plan, check and measure quantised KV caches for vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from kvq_vllm import __version__
+
+        typer.echo(f"kvq-vllm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """Plan, check and measure quantised KV caches for vLLM."""
+
+
+def main() -> None:
+    """Run ``kvq``; a :class:`KVQError` becomes one line on stderr and exit status 2."""
+    try:
+        app(prog_name="kvq")
+    except KVQError as error:
+        print(f"kvq: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,85 @@
+"""What all commands share: fast help, one-line errors, exit status."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from kvq_vllm import cli
+from kvq_vllm.errors import KVQError
+
+
+def kvq(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``kvq`` as a user does."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvq_vllm.cli", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_help_imports_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys; from kvq_vllm.cli import app\n"
+        "try: app(['--help'])\n"
+        "finally: print(sorted({'torch', 'vllm', 'matplotlib'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "Usage: " in result.stdout
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_version() -> None:
+    result = kvq("--version")
+    assert (result.returncode, result.stdout.split()[0]) == (0, "kvq-vllm")
+
+
+@pytest.fixture
+def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
+    """An app with one command, in the place of ours."""
+    app = typer.Typer(pretty_exceptions_enable=False)
+    monkeypatch.setattr(cli, "app", app)
+    monkeypatch.setattr(sys, "argv", ["kvq"])
+    return app
+
+
+def run_main(capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    return exit_.value.code, capsys.readouterr().err
+
+
+def test_our_errors_are_one_line_and_status_2(
+    app: typer.Typer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @app.command()
+    def fail() -> None:
+        raise KVQError("It is broken: mend it.")
+
+    assert run_main(capsys) == (2, "kvq: It is broken: mend it.\n")
+
+
+def test_an_interrupt_is_status_130_without_traceback(
+    app: typer.Typer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @app.command()
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    status, err = run_main(capsys)
+    assert status == 130
+    assert "Traceback" not in err
+
+
+def test_other_errors_keep_their_traceback(app: typer.Typer) -> None:
+    @app.command()
+    def bug() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
