@@ -17,6 +17,8 @@ from typing import Annotated
 
 import typer
 
+from kvq_vllm.cli import bench
+from kvq_vllm.cli import eval as eval_
 from kvq_vllm.errors import KVQError
 
 app = typer.Typer(
@@ -45,6 +47,10 @@ def _options(
     ] = False,
 ) -> None:
     """Plan, check and measure quantised KV caches for vLLM."""
+
+
+app.command("eval", epilog=eval_.EXAMPLES)(eval_.eval_command)
+app.command("bench", epilog=bench.EXAMPLES)(bench.bench_command)
 
 
 def main() -> None:
