@@ -129,6 +129,8 @@ def _kl_by_position(axes: Any, result: FormatResult, style: dict[str, Any]) -> N
     estimates = [value for _, value in shown]
     axes.errorbar(x, [v.mean for v in estimates], yerr=_errors(estimates), **style)
     axes.set(xscale="log", yscale="log", xlabel="position", ylabel="KL divergence, nats")
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.xaxis.set_minor_formatter("")
     for limit in (KL.safe, KL.broken):
         axes.axhline(limit, color="#777777", linestyle=":", linewidth=1)
 

@@ -254,11 +254,8 @@ def _reason(error: str | None, code: int) -> str:
 
 
 def _first_line(error: str) -> str:
-    """Return the line of an error that says most; pydantic's first one is a heading."""
+    """Return the line of an error that says most: of pydantic's, the first problem."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
-    line = lines[0]
-    if "validation error" in line and len(lines) > 1:
-        line = (
-            lines[2 if len(lines) > 2 else 1].partition(" [type=")[0].removeprefix("Value error, ")
-        )
+    problems = [line for line in lines if " [type=" in line]
+    line = (problems or lines)[0].partition(" [type=")[0].removeprefix("Value error, ")
     return line if line.endswith((".", "!")) else f"{line}."

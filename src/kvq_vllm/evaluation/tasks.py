@@ -24,8 +24,8 @@ from kvq_vllm.errors import KVQError
 from kvq_vllm.evaluation import text
 from kvq_vllm.evaluation.settings import CHUNK, Size
 
-FACTS = 12
-PASSAGES = 3
+MAX_FACTS = 12
+MAX_PASSAGES = 3
 PASSAGE_LEAD_WORDS = 12
 PASSAGE_WORDS = 30
 RULES = 3
@@ -180,16 +180,17 @@ class _Answer:
 
 def _citation(source: _Source, context: int, rng: random.Random) -> Prompt:
     """A document, then questions about it with their answers."""
-    facts = text.facts(rng, FACTS)
+    facts = text.facts(rng, max(4, min(MAX_FACTS, context // 200)))
+    num_passages = max(1, min(MAX_PASSAGES, context // 1000))
     questions = {f: f"Question: {f.question}\nAnswer: {f.lead}" for f in facts}
     reserved = sum(source.length(f"{f.statement} {questions[f]} {f.answer}.\n\n") for f in facts)
-    reserved += PASSAGES * 3 * (PASSAGE_LEAD_WORDS + PASSAGE_WORDS) + 60
+    reserved += num_passages * 3 * (PASSAGE_LEAD_WORDS + PASSAGE_WORDS) + 60
     filler = source.paragraphs_of(max(64, context - reserved))
 
     document: list[str] = []
     answers: list[_Answer] = []
     places = _spread(len(facts), len(filler))
-    passages = _passages(filler)
+    passages = _passages(filler, num_passages)
     for i, paragraph in enumerate(filler):
         depth = i / len(filler)
         here = [fact for fact, place in zip(facts, places, strict=True) if place == i]
@@ -211,7 +212,7 @@ def _spread(count: int, slots: int) -> list[int]:
     return [round(i * (slots - 1) / max(1, count - 1)) for i in range(count)]
 
 
-def _passages(filler: Sequence[str]) -> set[int]:
+def _passages(filler: Sequence[str], count: int) -> set[int]:
     """Choose paragraphs to be quoted: long enough, and unlike any other in their beginning."""
     needed = PASSAGE_LEAD_WORDS + PASSAGE_WORDS
     begins = [tuple(paragraph.split()[:PASSAGE_LEAD_WORDS]) for paragraph in filler]
@@ -220,7 +221,7 @@ def _passages(filler: Sequence[str]) -> set[int]:
         for i, paragraph in enumerate(filler)
         if len(paragraph.split()) >= needed and begins.count(begins[i]) == 1
     ]
-    return {fit[i] for i in _spread(min(PASSAGES, len(fit)), len(fit))}
+    return {fit[i] for i in _spread(min(count, len(fit)), len(fit))}
 
 
 def _prompt(
@@ -257,7 +258,7 @@ def _with_spans(
 
 def _conversation(source: _Source, context: int, rng: random.Random) -> Prompt:
     """Facts and rules first, other things in between, then the questions."""
-    facts = text.facts(rng, FACTS // 2)
+    facts = text.facts(rng, MAX_FACTS // 2)
     rules = [(text.phrase(rng, 2), text.phrase(rng, 4)) for _ in range(RULES)]
     said = [f"Please remember this. {f.statement}" for f in facts]
     said += [f"A rule: whenever I say “{word}”, answer “{reply}”." for word, reply in rules]

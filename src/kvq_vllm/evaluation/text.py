@@ -122,6 +122,6 @@ def _python_documentation() -> list[str]:
         for part in topics[name].split("\n\n"):
             paragraph = " ".join(part.split())
             # Prose only: not headings, code, grammar or tables.
-            if not part.startswith(" ") and len(paragraph) > 120 and "::=" not in paragraph:
+            if re.match('[A-Za-z"*]', part) and len(paragraph) > 60 and "::=" not in paragraph:
                 paragraphs.append(paragraph)
     return list(dict.fromkeys(paragraphs))  # some sections repeat each other
