@@ -15,6 +15,8 @@ import pytest
 # Names that must exist: "module:object.attribute".
 NAMES = [
     "vllm:__version__",
+    "vllm.benchmarks.serve:add_cli_args",
+    "vllm.benchmarks.serve:main",
     "vllm.config:CacheConfig",
     "vllm.config:SpeculativeConfig",
     "vllm.config:VllmConfig",
@@ -28,6 +30,9 @@ NAMES = [
     "vllm.platforms:current_platform.get_attn_backend_cls",
     "vllm.platforms:current_platform.check_and_update_config",
     "vllm.platforms:current_platform.get_device_capability",
+    "vllm.platforms:current_platform.device_type",
+    "vllm.sampling_params:SamplingParams.flat_logprobs",
+    "vllm.utils.argparse_utils:FlexibleArgumentParser",
     "vllm.utils.torch_utils:STR_DTYPE_TO_TORCH_DTYPE",
     "vllm.v1.attention.backend:AttentionImpl.supports_dcp",
     "vllm.v1.attention.backend:AttentionImpl.supports_pcp",
@@ -35,6 +40,8 @@ NAMES = [
     "vllm.v1.attention.backend:AttentionBackend.validate_configuration",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum.__members__",
     "vllm.v1.core.single_type_kv_cache_manager:CircularBufferManager",
+    "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests",
+    "vllm.v1.engine.llm_engine:LLMEngine.step",
     "vllm.v1.kv_cache_interface:KVQuantMode.NONE",
     "vllm.v1.kv_cache_layout:KVCacheLayout.BLHNC",
     "vllm.v1.kv_cache_layout:KVCacheLayout.LBHNC",
@@ -63,6 +70,7 @@ PARAMETERS = {
         "common_attn_metadata",
         "fast_build",
     ],
+    "vllm.v1.engine.llm_engine:LLMEngine.add_request": ["request_id", "prompt", "params"],
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": [
         "kvcache_spec_cls",
         "manager_class",
@@ -97,7 +105,10 @@ FIELDS = {
         "cache_dtype",
         "kv_cache_dtype_skip_layers",
         "kv_offloading_size",
+        "kv_cache_size_tokens",
+        "kv_cache_max_concurrency",
     ],
+    "vllm.logprobs:FlatLogprobs": ["token_ids", "logprobs", "ranks"],
     "vllm.config:ParallelConfig": [
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
