@@ -129,3 +129,19 @@ def test_bench_compares_two_servers(model: Path) -> None:
         (measured,) = row["rounds"]
         assert min(measured.values()) > 0
     assert rows[0]["throughput_ratio"] == 1
+
+
+def test_the_example_for_continuous_integration(model: Path, tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    check = [root / "examples/eval_in_ci/check.sh", model, *SMALL, "--tasks", "next-token"]
+    result = subprocess.run(
+        [*map(str, check), "--formats", "kvq-int8"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHON": sys.executable},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "kvq-int8: " in result.stdout
+    assert (tmp_path / "kvq-eval" / "report.html").exists()
