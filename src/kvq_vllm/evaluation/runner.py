@@ -162,7 +162,6 @@ def _load_tokenizer(model: Path):  # type: ignore[no-untyped-def]  # transformer
 def _versions() -> dict[str, str]:
     """Return what the results depend on besides the settings."""
     import kvq_kernels
-    import kvq_vllm
 
     try:
         import vllm
@@ -170,13 +169,13 @@ def _versions() -> dict[str, str]:
         raise KVQError(
             f"vLLM cannot be imported ({error}): install kvq-vllm[cpu] or kvq-vllm[cuda]."
         ) from None
+    kernels = Path(next(iter(kvq_kernels.__path__)))
+    package = Path(__file__).parents[1]
+    sources = [f for f in kernels.rglob("*") if f.suffix in (".py", ".cpp", ".h")]
+    sources += [package / "backend.py", package / "residual.py"]
     digest = hashlib.sha256()
-    for package in (kvq_kernels, kvq_vllm):
-        root = Path(next(iter(package.__path__)))
-        for file in sorted(root.rglob("*")):
-            parts = file.relative_to(root).parts
-            if file.suffix in (".py", ".cpp", ".h") and parts[0] not in ("cli", "evaluation"):
-                digest.update(file.read_bytes())
+    for file in sorted(sources):
+        digest.update(file.read_bytes())
     return {
         "kvq-vllm": version("kvq-vllm"),
         "vllm": vllm.__version__,

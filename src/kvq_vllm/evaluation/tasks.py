@@ -274,8 +274,9 @@ def _conversation(source: _Source, context: int, rng: random.Random) -> Prompt:
         for paragraph in source.paragraphs_of(max(64, (context - used) * 3 // 4))
     ]
     rendered = _render(source, [*turns, *checks])
-    found, position = [], len(_render(source, turns))
+    found, position = [], 0
     for i, (user, assistant) in zip(order, checks, strict=True):
+        # Nothing said before reads like a question, whatever the template adds in between.
         position = rendered.index(user["content"], position) + len(user["content"])
         position = rendered.index(assistant["content"], position)
         answer = replace(asked[i][1], depth=i / (len(turns) + len(checks)))
