@@ -1,9 +1,10 @@
 """A format that is known to be bad, to prove that measurements notice.
 
 With the environment variable ``KVQ_DEBUG_FORMATS=1``, :mod:`kvq_kernels.formats` has one more
-format, ``kvq-debug-int4-per-token``: keys and values are rounded to 4 bits with one scale per
-token, without anchor or rotation. Its records are those of an 8-bit format, so that any kernel
-reads them: it has the accuracy of a naive 4-bit cache, not the size.
+format, ``kvq-debug-int4-per-token``: every key and value is rounded to 4 bits as it arrives, with
+one scale per token and head; there is no full-precision window, anchor or rotation. What is rounded
+is then stored as an 8-bit format, so that any kernel reads it: it has the accuracy of a naive 4-bit
+cache, not the size.
 """
 
 from __future__ import annotations
@@ -21,26 +22,19 @@ if TYPE_CHECKING:
 
 
 class PerToken:
-    """Kernels that round every sealed token to 4 bits; the rest is left to `kernels`."""
+    """Kernels that see only rounded keys and values; the rest is left to `kernels`."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
         self.__name__ = f"{kernels.__name__} ({DEBUG_FORMAT})"
 
     def seal(self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
-        """Seal as :func:`reference.seal`, then round what was sealed."""
-        self.kernels.seal(key, value, cache, batch)
-        fmt, pages = cache.fmt, reference._records(cache)
-        for request, _, start, end in reference._requests(batch):
-            units = torch.arange(start // fmt.unit_size, end // fmt.unit_size, device=key.device)
-            blocks, slots = reference._unit_slots(cache, request, units)
-            k, v = reference.unpack_records(pages[blocks, :, slots], fmt)
-            pages[blocks, :, slots] = reference.pack_records(_round(k), _round(v), fmt)
+        self.kernels.seal(_round(key), _round(value), cache, batch)
 
     def write_ring(
         self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, batch: Batch
     ) -> None:
-        self.kernels.write_ring(key, value, cache, batch)
+        self.kernels.write_ring(_round(key), _round(value), cache, batch)
 
     def decode(
         self,
@@ -62,10 +56,11 @@ class PerToken:
         params: AttentionParams,
         out: torch.Tensor,
     ) -> None:
-        self.kernels.prefill(query, key, value, cache, batch, params, out)
+        self.kernels.prefill(query, _round(key), _round(value), cache, batch, params, out)
 
 
 def _round(x: torch.Tensor) -> torch.Tensor:
     """Round to 4 bits with one scale and zero along the last dimension."""
-    codes, meta = reference._quantise(x, torch.ones_like(x, dtype=torch.bool), bits=4, dim=-1)
-    return reference._dequantise(codes, meta[..., None, :])
+    finite, in_range = reference._finite(x)
+    codes, meta = reference._quantise(finite, in_range, bits=4, dim=-1)
+    return reference._dequantise(codes, meta[..., None, :]).to(x.dtype)

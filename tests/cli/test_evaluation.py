@@ -58,9 +58,10 @@ def test_one_prompt_has_no_error() -> None:
         (0.05, 0.01, Verdict.SAFE),
         (0.12, 0.01, Verdict.SAFE),  # within the uncertainty of the first limit
         (0.30, 0.01, Verdict.USABLE),
-        (0.05, 0.20, Verdict.USABLE),  # nothing is known
         (0.52, 0.10, Verdict.USABLE),  # may be below the second limit
+        (0.05, 0.30, Verdict.UNKNOWN),
         (0.90, 0.01, Verdict.BROKEN),
+        (2.00, 0.30, Verdict.BROKEN),  # uncertain, but not about this
         (-3.0, 0.01, Verdict.SAFE),
     ],
 )

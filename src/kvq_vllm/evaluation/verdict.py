@@ -1,13 +1,14 @@
 """From measurements to a verdict: safe, usable or broken.
 
-Each measure has two limits. It counts as
+Each measure has two limits. With 95% confidence intervals it counts as
 
-- *broken* where it is above the second limit beyond doubt (95% confidence),
-- *usable* where it is above the first limit beyond doubt, or where the second cannot be ruled out,
+- *broken* where it is above the second limit beyond doubt,
+- *usable* where it is above the first limit beyond doubt, or likely above the second,
+- *not informative* where the interval is so wide that safe and broken cannot be told apart,
 - *safe* otherwise.
 
-A format is as good as the worst of its measures. Measures in which the unquantised model itself
-fails say nothing about the cache, and take no part.
+A format is as good as the worst of its measures. Those that are not informative, also because the
+unquantised model itself fails, take no part.
 """
 
 from __future__ import annotations
@@ -51,23 +52,25 @@ class Criterion:
     broken: float
 
     def judge(self, estimate: Estimate) -> Verdict:
-        low, high = estimate.mean - estimate.margin, estimate.mean + estimate.margin
+        low = estimate.mean - estimate.margin
         if low > self.broken:
             return Verdict.BROKEN
-        if low > self.safe or high > self.broken:
+        if low > self.safe:
             return Verdict.USABLE
-        return Verdict.SAFE
+        if estimate.margin > self.broken:
+            return Verdict.UNKNOWN
+        return Verdict.USABLE if estimate.mean > self.broken else Verdict.SAFE
 
 
 KL = Criterion("next-token", "KL divergence", "nats", 0.005, 0.05)
 NLL = Criterion("next-token", "ΔNLL of the text", "nats per token", 0.01, 0.05)
 CITATION = Criterion("citation", "ΔNLL of numbers and names", "nats per token", 0.05, 0.2)
 COPYING = Criterion("citation", "ΔNLL of copied passages", "nats per token", 0.05, 0.2)
-ANSWERS = Criterion("citation", "answers lost", "share", 0.05, 0.3)
+ANSWERS = Criterion("citation", "answers lost", "of all", 0.05, 0.3)
 TURNS = Criterion("multi-turn", "ΔNLL of facts and rules", "nats per token", 0.05, 0.2)
-TURN_ANSWERS = Criterion("multi-turn", "answers lost", "share", 0.05, 0.3)
+TURN_ANSWERS = Criterion("multi-turn", "answers lost", "of all", 0.05, 0.3)
 DRIFT = Criterion("generation", "ΔNLL of the tail", "nats per token", 0.2, 1.0)
-REPETITION = Criterion("generation", "more repetition in the tail", "share", 0.1, 0.4)
+REPETITION = Criterion("generation", "more repetition in the tail", "of 4-grams", 0.1, 0.4)
 
 CRITERIA = (KL, NLL, CITATION, COPYING, ANSWERS, TURNS, TURN_ANSWERS, DRIFT, REPETITION)
 
@@ -110,11 +113,10 @@ def reason(finding: Finding) -> str:
         return f"{criterion.task}: {criterion.name} not informative, {finding.note}"
     error = "" if estimate.error is None else f" ± {estimate.error:.2g}"
     value = f"{criterion.task}: {criterion.name} {estimate.mean:.3g}{error} {criterion.unit}"
-    low = estimate.mean - estimate.margin
-    if finding.verdict is Verdict.BROKEN:
-        return f"{value} is above {criterion.broken:g}"
-    if finding.verdict is Verdict.USABLE and low > criterion.safe:
-        return f"{value} is above {criterion.safe:g}"
-    if finding.verdict is Verdict.USABLE:
-        return f"{value} is too uncertain to rule out {criterion.broken:g}"
-    return f"{value} is not above {criterion.safe:g}"
+    if finding.verdict is Verdict.UNKNOWN:
+        return f"{value} is too uncertain to say, with {estimate.prompts} prompts"
+    if finding.verdict is Verdict.SAFE:
+        return f"{value} is not above {criterion.safe:g}"
+    limit = criterion.broken if estimate.mean > criterion.broken else criterion.safe
+    doubt = "" if estimate.mean - estimate.margin > limit else ", though not beyond doubt"
+    return f"{value} is above {limit:g}{doubt}"
