@@ -19,7 +19,7 @@ from kvq_vllm.evaluation import text
 from kvq_vllm.evaluation.files import RunFolder, write_json
 from kvq_vllm.evaluation.results import Evaluation, evaluation_of
 from kvq_vllm.evaluation.settings import BASELINE, Settings, Size
-from kvq_vllm.evaluation.tasks import build_prompts
+from kvq_vllm.evaluation.tasks import Tokenizer, build_prompts
 
 IN_TREE = {"cpu": ("fp8",)}
 """vLLM's own quantised formats that are measured by default, by platform."""
@@ -103,9 +103,8 @@ def check_model(model: Path) -> None:
             f"{model} is not a folder: give the folder of a model in Hugging Face form "
             "(config.json, tokenizer and weights)."
         )
-    for name in ("config.json", "tokenizer.json"):
-        if not (model / name).is_file():
-            raise KVQError(f"{model} has no {name}: it is no complete model in Hugging Face form.")
+    if not (model / "config.json").is_file():
+        raise KVQError(f"{model} has no config.json: it is no model in Hugging Face form.")
 
 
 def check_formats(formats: Sequence[str]) -> None:
@@ -147,16 +146,22 @@ def _fit_to_model(settings: Settings) -> Settings:
     return replace(settings, size=fitted)
 
 
-def _load_tokenizer(model: Path):  # type: ignore[no-untyped-def]  # transformers has no types
+def _load_tokenizer(model: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
     except (OSError, ValueError) as error:
         raise KVQError(
-            f"The tokenizer in {model} cannot be loaded ({_first_line(str(error))}): check that "
-            "the folder is complete."
+            f"The tokenizer in {model} cannot be loaded ({_first_line(str(error))}) "
+            "Check that the folder is complete."
         ) from None
+    if not tokenizer.is_fast:
+        raise KVQError(
+            f"{model} has no tokenizer.json, which is needed to find the answers' tokens: save it "
+            "once with transformers' AutoTokenizer."
+        )
+    return tokenizer
 
 
 def _versions() -> dict[str, str]:

@@ -111,7 +111,8 @@ class Settings:
             if file.suffix in (".json", ".safetensors", ".bin", ".pt")
         ]
         settings = self.as_json()
-        # Which tasks run does not change what one of them finds, nor does the path of the text.
-        del settings["tasks"], settings["text"], settings["size"]
+        # What is in the prompts or the model's files counts there; which tasks run, nowhere.
+        for name in ("model", "size", "tasks", "text"):
+            del settings[name]
         parts = [settings, prompts, dict(versions), model_files]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

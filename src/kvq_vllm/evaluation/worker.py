@@ -28,6 +28,7 @@ from kvq_vllm.evaluation.settings import BASELINE, CHUNK, Settings
 from kvq_vllm.evaluation.tasks import Prompt
 
 TOP_LOGPROBS = 1000
+MAX_LOGPROBS = 4_000_000  # of one prompt: vLLM keeps them in Python lists, 100 bytes each
 TEMPERATURE = 0.8  # greedy decoding ends in loops, with any cache
 
 Record = dict[str, Any]
@@ -160,7 +161,8 @@ class Worker:
         """Score long texts; the baseline's predictions are kept for the others to compare."""
         records = []
         for i, prompt in enumerate(self.prompts[task]):
-            scores = self.engine.score(prompt.tokens, top=TOP_LOGPROBS)
+            top = min(TOP_LOGPROBS, max(50, MAX_LOGPROBS // len(prompt.tokens)))
+            scores = self.engine.score(prompt.tokens, top)
             record = {"nll": _rounded(scores.nll)}
             predictions = self.folder.predictions(i)
             if self.cache_dtype == BASELINE:
