@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from support.records import FORMATS
 
+from kvq_vllm.errors import KVQError
 from kvq_vllm.evaluation import Evaluation
-from kvq_vllm.evaluation.report import write_report
+from kvq_vllm.evaluation.report import check_requirements, write_report
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = [
@@ -43,6 +44,13 @@ def test_the_page_stands_alone_and_escapes(report: Path) -> None:
         png = (report.parent / f"{name}.png").read_bytes()
         assert png.startswith(b"\x89PNG")
         assert len(png) > 5000
+
+
+def test_what_is_missing_is_said_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_requirements()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(KVQError, match=r"needs jinja2: pip install .* or use --no-report"):
+        check_requirements()
 
 
 @pytest.fixture

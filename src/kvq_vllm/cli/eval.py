@@ -71,6 +71,7 @@ def eval_command(
     was when started again.
     """
     from kvq_vllm.evaluation import FULL, QUICK, TASKS, Settings, Size, evaluate
+    from kvq_vllm.evaluation.report import check_requirements, write_report
 
     if fail_on not in (None, "usable", "broken"):
         raise KVQError(f"--fail-on is {fail_on} but must be usable or broken.")
@@ -89,13 +90,13 @@ def eval_command(
         kvq=_json_object("--kvq", kvq),
         engine=_json_object("--engine", engine),
     )
+    if report:
+        check_requirements()
     folder = out or Path(f"kvq-eval-{model.resolve().name}")
     with _ProgressBars() as bars:
         result = evaluate(settings, formats.split(",") if formats else None, folder, bars.show)
     page = None
     if report:
-        from kvq_vllm.evaluation.report import write_report
-
         page = write_report(result, folder)
     if as_json:
         print_json(result)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvq_vllm.errors import KVQError
 from kvq_vllm.evaluation.results import Evaluation, FormatResult
 from kvq_vllm.evaluation.verdict import COPYING, KL
 
@@ -40,12 +39,7 @@ class Plot:
 
 
 def draw(evaluation: Evaluation) -> list[Plot]:
-    """Draw all plots for which there are results.
-
-    Raises:
-        KVQError: matplotlib is not installed.
-
-    """
+    """Draw all plots for which there are results."""
     formats = evaluation.formats
     plots = []
     if any(f.by_position for f in formats):
@@ -79,12 +73,8 @@ _DRIFT_CAPTION = (
 def _plot(
     name: str, caption: str, formats: list[FormatResult], paint: Callable[[Any, Any, Any], None]
 ) -> Plot:
-    try:
-        import matplotlib
-    except ImportError:
-        raise KVQError(
-            "The plots need matplotlib: pip install 'kvq-vllm[plots]', or use --no-report."
-        ) from None
+    import matplotlib
+
     # No global state: this may run inside somebody's notebook.
     from matplotlib.figure import Figure
 

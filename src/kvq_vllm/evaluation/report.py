@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from kvq_vllm.errors import KVQError
@@ -11,19 +12,23 @@ from kvq_vllm.evaluation.statistics import Estimate
 from kvq_vllm.evaluation.verdict import CRITERIA
 
 
-def write_report(evaluation: Evaluation, folder: Path) -> Path:
-    """Write ``report.html`` and the plots into a folder; return the page's path.
+def check_requirements() -> None:
+    """Make sure that a report can be written, before the hours that lead to it.
 
     Raises:
-        KVQError: matplotlib or jinja2 is not installed.
+        KVQError: something is not installed.
 
     """
-    try:
-        import jinja2
-    except ImportError:
-        raise KVQError(
-            "The report needs jinja2, which comes with vLLM: pip install jinja2."
-        ) from None
+    for module in ("jinja2", "matplotlib"):
+        if importlib.util.find_spec(module) is None:
+            raise KVQError(
+                f"The report needs {module}: pip install 'kvq-vllm[plots]', or use --no-report."
+            )
+
+
+def write_report(evaluation: Evaluation, folder: Path) -> Path:
+    """Write ``report.html`` and the plots into a folder; return the page's path."""
+    import jinja2
     from markupsafe import Markup
 
     drawn = plots.draw(evaluation)
