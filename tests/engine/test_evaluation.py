@@ -132,7 +132,7 @@ def test_bench_compares_two_servers(model: Path) -> None:
     assert [row["name"] for row in rows] == ["auto", "kvq-int4"]
     assert [row["capacity"]["cache_dtype"] for row in rows] == ["auto", "kvq-int4"]
     auto, int4 = (row["capacity"] for row in rows)
-    assert int4["tokens"] > 3 * auto["tokens"]
+    assert int4["tokens"] > 1.5 * auto["tokens"]
     assert int4["max_concurrency"] > auto["max_concurrency"]
     for row in rows:
         (measured,) = row["rounds"]
