@@ -117,7 +117,7 @@ def test_a_model_that_vllm_does_not_know(model: Path, tmp_path: Path) -> None:
 def test_no_memory_for_the_context(model: Path, tmp_path: Path) -> None:
     out = ("--out", tmp_path / "run", "--formats", "kvq-int8")
     few = ("--engine", '{"num_gpu_blocks_override": 1}')
-    assert_one_line(kvq("eval", model, *SMALL, *out, *few), "KV cache")
+    assert_one_line(kvq("eval", model, *SMALL, *out, *few), "No available memory for the cache")
 
 
 def test_bench_compares_two_servers(model: Path) -> None:
