@@ -52,10 +52,8 @@ def write_report(evaluation: Evaluation, folder: Path) -> Path:
     return path
 
 
-def show(value: Estimate | None, digits: int = 2) -> str:
+def show(value: Estimate, digits: int = 2) -> str:
     """Return mean and standard error, to the same number of decimals."""
-    if value is None:
-        return "-"
     if value.error is None:
         return f"{value.mean:.{digits}g}"
     decimals = _decimals(value.error or value.mean, digits)
