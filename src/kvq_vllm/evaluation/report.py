@@ -34,7 +34,7 @@ def write_report(evaluation: Evaluation, folder: Path) -> Path:
     drawn = plots.draw(evaluation)
     plots.save(drawn, folder)
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("kvq_vllm.evaluation", "templates"),
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
