@@ -59,8 +59,8 @@ def bench_command(
     """
     from rich.console import Console
 
+    from kvq_kernels.formats import SCHEMES
     from kvq_vllm.benchmarking import Workload, bench_formats, bench_servers
-    from kvq_vllm.config import dtype_names
 
     if (model is None) == (base_url is None):
         raise KVQError("Give either a model or --base-url.")
@@ -71,7 +71,7 @@ def bench_command(
             status.update(f"{name}: {what}")
 
         if model is not None:
-            names = formats.split(",") if formats else ["auto", *dtype_names()]
+            names = formats.split(",") if formats else ["auto", *SCHEMES]
             words = shlex.split(server_args)
             results = bench_formats(model, names, workload, rounds, words, report)
         else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from kvq_kernels.formats import DEBUG_FORMAT, DTYPE_PREFIX
+from kvq_kernels.formats import DEBUG_FORMAT, DTYPE_PREFIX, SCHEMES
 from kvq_vllm.config import KVQConfig, dtype_names
 from kvq_vllm.errors import KVQError
 from kvq_vllm.evaluation import text
@@ -54,8 +54,8 @@ def evaluate(
 
     Args:
         settings: what to measure.
-        formats: values of ``--kv-cache-dtype``; None for every kvq format and those of vLLM's own
-            that the platform has.
+        formats: values of ``--kv-cache-dtype``; None for every kvq format with scales of its own,
+            and those of vLLM's own that the platform has.
         folder: where results are kept; created if need be.
         report: called as the work goes on.
 
@@ -66,7 +66,7 @@ def evaluate(
     check_model(settings.model)
     KVQConfig.parse({"kvq": settings.kvq})
     optional = () if formats else _in_tree()
-    chosen = list(dict.fromkeys(formats or [*optional, *dtype_names()]))
+    chosen = list(dict.fromkeys(formats or [*optional, *SCHEMES]))
     check_formats(chosen)
     settings = _fit_to_model(settings)
     run = RunFolder(folder)
