@@ -77,8 +77,9 @@ capacity: setup ## benchmarks/capacity.py; JSON=out.json keeps the result
 	$(VENV_PYTHON) benchmarks/capacity.py $(if $(JSON),--json "$(JSON)")
 
 .PHONY: quality
-quality: setup ## benchmarks/quality.py; JSON=out.json keeps the result
-	$(VENV_PYTHON) benchmarks/quality.py $(if $(JSON),--json "$(JSON)")
+quality: setup ## kvq eval on the test model, all formats; OUT=folder keeps the results
+	$(VENV_PYTHON) -m kvq_vllm.cli eval "$$($(VENV_PYTHON) -c 'from tools.setup_env import MODEL; print(MODEL)')" \
+		--dtype float32 --out "$(or $(OUT),build/kvq-eval)"
 
 .PHONY: bench
 bench: setup ## speed: the C++ kernels against vLLM's, then the engine end to end

@@ -24,6 +24,7 @@ Formats with 8-bit keys have no anchor.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -69,6 +70,11 @@ SCHEMES: Mapping[str, Scheme] = {
     "kvq-int4": Scheme(4, 4, anchor=True, rotate_values=True, default_key_group_size=64),
 }
 """Format name, as in ``--kv-cache-dtype``, to scheme."""
+
+DEBUG_FORMAT = "kvq-debug-int4-per-token"
+"""Known to be bad, see :mod:`kvq_kernels.debug`; there is no such format without the variable."""
+if os.environ.get("KVQ_DEBUG_FORMATS") == "1":
+    SCHEMES = {**SCHEMES, DEBUG_FORMAT: SCHEMES["kvq-int8"]}
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, LayerCache, reference
+from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, LayerCache, debug, reference
 from kvq_kernels.dispatch import ENV_VAR, Kernels, fallback_reason, select_kernels
-from kvq_kernels.formats import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE, UNIT_SIZES
+from kvq_kernels.formats import DEBUG_FORMAT, HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE, UNIT_SIZES
 from kvq_vllm.checks import OUR_BACKEND
 from kvq_vllm.config import KVQConfig, KVQConfigError
 from kvq_vllm.residual import LAYER_SUFFIX, ResidualLayer
@@ -295,6 +295,8 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
             layers[self.residual_name] = ResidualLayer(layer, self.fmt, ResidualBackend)
         device = layer._k_scale.device
         self.kernels = select_kernels(device)
+        if self.fmt.name == DEBUG_FORMAT:
+            self.kernels = debug.PerToken(self.kernels)
         if self.kernels is reference:
             logger.warning_once(
                 "kvq: running the reference kernels, correct but slow: %s",

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
-from benchmarks import capacity, quality
+from benchmarks import capacity
+from kvq_kernels.formats import DEBUG_FORMAT
+from tools.setup_env import CORPUS, MODEL
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +48,34 @@ def test_capacity_planned_for_8b_at_32k(
 
 
 @pytest.fixture(scope="module")
-def measured_quality() -> dict[str, Any]:
-    return {row.cache_dtype: row for row in quality.measure(quality.DTYPES, count=3)}
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """``kvq eval`` on next-token prediction, with a format that is known to be bad."""
+    options = {
+        "formats": f"kvq-int8,kvq-k8v4,kvq-int4,{DEBUG_FORMAT}",
+        "tasks": "next-token",
+        "prompts": "3",
+        "context": "1500",
+        "dtype": "float32",
+        "text": str(CORPUS),
+        "out": str(tmp_path_factory.mktemp("quality")),
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    command = [sys.executable, "-m", "kvq_vllm.cli", "eval", str(MODEL), *words, "--json"]
+    environment = os.environ | {"KVQ_DEBUG_FORMATS": "1"}
+    result = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
+    return {row["cache_dtype"]: row for row in json.loads(result.stdout)["formats"]}
 
 
 @pytest.mark.parametrize(
     ("name", "limit"), [("kvq-int4", 2.6e-3), ("kvq-k8v4", 1.3e-3), ("kvq-int8", 1e-4)]
 )
-def test_kl_to_the_unquantised_cache(
-    measured_quality: dict[str, Any], name: str, limit: float
-) -> None:
-    row = measured_quality[name]
-    assert row.positions >= 3000
+def test_kl_to_the_unquantised_cache(measured: dict[str, Any], name: str, limit: float) -> None:
+    found = {f["criterion"]["name"]: f["estimate"]["mean"] for f in measured[name]["findings"]}
     # The measure is a lower bound, about 4% below the divergence over the whole vocabulary.
-    assert 0 < 1.05 * row.kl <= limit
-    assert abs(row.delta_nll) < 0.01
+    assert 0 < 1.05 * found["KL divergence"] <= limit
+    assert abs(found["ΔNLL of the text"]) < 0.01
+    assert measured[name]["verdict"] == "safe"
+
+
+def test_the_known_bad_is_found(measured: dict[str, Any]) -> None:
+    assert measured[DEBUG_FORMAT]["verdict"] == "broken", measured[DEBUG_FORMAT]["reasons"]

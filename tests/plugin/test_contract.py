@@ -15,6 +15,8 @@ import pytest
 # Names that must exist: "module:object.attribute".
 NAMES = [
     "vllm:__version__",
+    "vllm.benchmarks.serve:add_cli_args",
+    "vllm.benchmarks.serve:main",
     "vllm.config:CacheConfig",
     "vllm.config:SpeculativeConfig",
     "vllm.config:VllmConfig",
@@ -33,6 +35,8 @@ NAMES = [
     "vllm.platforms:current_platform.get_device_capability",
     "vllm.plugins:load_general_plugins",
     "vllm.usage.usage_lib:UsageContext.OPENAI_API_SERVER",
+    "vllm.sampling_params:SamplingParams.flat_logprobs",
+    "vllm.utils.argparse_utils:FlexibleArgumentParser",
     "vllm.utils.torch_utils:STR_DTYPE_TO_TORCH_DTYPE",
     "vllm.v1.attention.backend:AttentionImpl.supports_dcp",
     "vllm.v1.attention.backend:AttentionImpl.supports_pcp",
@@ -43,6 +47,8 @@ NAMES = [
     "vllm.v1.attention.backends.utils:get_supported_kv_cache_layouts",
     "vllm.v1.attention.backends.utils:resolve_kv_cache_layout",
     "vllm.v1.core.kv_cache_utils:get_kv_cache_capacity",
+    "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests",
+    "vllm.v1.engine.llm_engine:LLMEngine.step",
     "vllm.v1.kv_cache_interface:KVQuantMode.NONE",
     "vllm.v1.kv_cache_layout:KVCacheLayout.BLHNC",
     "vllm.v1.kv_cache_layout:KVCacheLayout.LBHNC",
@@ -77,6 +83,7 @@ PARAMETERS = {
         "kv_cache_specs",
     ],
     "vllm.v1.core.kv_cache_utils:get_kv_cache_capacity": ["vllm_config", "kv_cache_config"],
+    "vllm.v1.engine.llm_engine:LLMEngine.add_request": ["request_id", "prompt", "params"],
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": [
         "kvcache_spec_cls",
         "manager_class",
@@ -111,7 +118,10 @@ FIELDS = {
         "cache_dtype",
         "kv_cache_dtype_skip_layers",
         "kv_offloading_size",
+        "kv_cache_size_tokens",
+        "kv_cache_max_concurrency",
     ],
+    "vllm.logprobs:FlatLogprobs": ["token_ids", "logprobs", "ranks"],
     "vllm.config:ParallelConfig": [
         "decode_context_parallel_size",
         "prefill_context_parallel_size",

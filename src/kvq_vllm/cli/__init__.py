@@ -17,7 +17,8 @@ from typing import Annotated
 
 import typer
 
-from kvq_vllm.cli import doctor, plan
+from kvq_vllm.cli import bench, doctor, plan
+from kvq_vllm.cli import eval as eval_
 from kvq_vllm.errors import KVQError
 
 app = typer.Typer(
@@ -50,6 +51,8 @@ def _options(
 
 app.command("plan", help=plan.HELP)(plan.command)
 app.command("doctor", help=doctor.HELP)(doctor.command)
+app.command("eval", epilog=eval_.EXAMPLES)(eval_.eval_command)
+app.command("bench", epilog=bench.EXAMPLES)(bench.bench_command)
 
 
 def main() -> None:
