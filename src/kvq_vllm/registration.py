@@ -1,6 +1,6 @@
 """Everything that touches vLLM's registries, per vLLM version.
 
-What it relies on, beyond public names, is listed in ``tests/vllm/test_contract.py``.
+What it relies on, beyond public names, is listed in ``tests/plugin/test_contract.py``.
 Every function may be called any number of times.
 """
 
