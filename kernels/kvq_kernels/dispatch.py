@@ -27,6 +27,10 @@ class Kernels(Protocol):
         self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, batch: Batch
     ) -> None: ...
 
+    def store(
+        self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, batch: Batch
+    ) -> None: ...
+
     def decode(
         self,
         query: torch.Tensor,

@@ -254,6 +254,23 @@ def write_ring(key: torch.Tensor, value: torch.Tensor, cache: LayerCache, batch:
         cache.ring[blocks, :, slots] = torch.cat([key[fresh], value[fresh]], dim=-1)
 
 
+def store(key: torch.Tensor, value: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
+    """:func:`seal`, then :func:`write_ring`, for requests that :func:`decode` takes.
+
+    One operation, so that kernels can do it in one launch: with at most ``1 + ring_capacity -
+    unit_size`` new tokens per request, no slot is written that sealing reads.
+
+    Args:
+        key: this step's keys, ``[num_tokens, num_kv_heads, head_size]``.
+        value: as `key`.
+        cache: the layer's cache; its pages and its ring are written.
+        batch: which tokens belong to which request.
+
+    """
+    seal(key, value, cache, batch)
+    write_ring(key, value, cache, batch)
+
+
 def decode(
     query: torch.Tensor,
     cache: LayerCache,

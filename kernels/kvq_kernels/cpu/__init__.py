@@ -33,6 +33,7 @@ __all__ = [
     "prefill",
     "seal",
     "select_isa",
+    "store",
     "why_unavailable",
     "write_ring",
 ]
@@ -161,6 +162,20 @@ def write_ring(key: torch.Tensor, value: torch.Tensor, cache: LayerCache, batch:
         raise TypeError(f"A ring of {cache.ring.dtype} cannot hold {key.dtype} tokens.")
     args = _pack(cache, batch, cache.pages.shape[1], key=key, value=value)
     _library().kvq_write_ring(args)
+
+
+def store(key: torch.Tensor, value: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
+    """:func:`seal`, then :func:`write_ring`, as :func:`reference.store`.
+
+    Args:
+        key: this step's keys, ``[num_tokens, num_kv_heads, head_size]``.
+        value: as `key`.
+        cache: the layer's cache; its pages and its ring are written.
+        batch: which tokens belong to which request.
+
+    """
+    seal(key, value, cache, batch)
+    write_ring(key, value, cache, batch)
 
 
 def decode(
