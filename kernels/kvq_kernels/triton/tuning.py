@@ -1,0 +1,103 @@
+"""What the kernels' speed depends on and their results do not, by architecture.
+
+The environment variable ``KVQ_TUNING`` overrides any field of a kernel's tuning, on every shape::
+
+    KVQ_TUNING='{"decode": {"num_warps": 2, "num_stages": 4}}'
+
+Nothing here was timed yet: the values come from the compiler's output (see
+``benchmarks/compile_report.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from kvq_kernels.formats import Format
+from kvq_kernels.triton.common import is_interpreted
+
+ENV_VAR = "KVQ_TUNING"
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """What the choice of a tuning needs to know of a device.
+
+    Attributes:
+        arch: ``sm_90``, ``gfx942`` and so on; ``interpreter`` on a CPU.
+        multiprocessors: streaming multiprocessors or compute units.
+
+    """
+
+    arch: str
+    multiprocessors: int
+
+    @property
+    def is_nvidia(self) -> bool:
+        return self.arch.startswith("sm_")
+
+
+@lru_cache(maxsize=64)
+def device_info(device: torch.device) -> DeviceInfo:
+    """Return what `device` is."""
+    if is_interpreted():
+        return DeviceInfo("interpreter", 4)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return DeviceInfo(properties.gcnArchName.split(":")[0], properties.multi_processor_count)
+    arch = f"sm_{properties.major}{properties.minor}"
+    return DeviceInfo(arch, properties.multi_processor_count)
+
+
+@dataclass(frozen=True)
+class DecodeTuning:
+    """How the decode kernel is cut.
+
+    Attributes:
+        num_warps: warps per program.
+        num_stages: depth of the software pipeline, the block table's load included.
+        tile: sealed tokens per iteration, a divisor of the key group size.
+        max_rows: most query rows (query heads of a kv head times new tokens) per program.
+        min_rows: fewest rows of a matrix product.
+        programs_per_multiprocessor: what the split count aims at.
+        min_tiles_per_split: a split has at least this many tiles.
+
+    """
+
+    num_warps: int = 2
+    num_stages: int = 4
+    tile: int = 64
+    max_rows: int = 16
+    min_rows: int = 8
+    programs_per_multiprocessor: int = 4
+    min_tiles_per_split: int = 4
+
+
+def decode_tuning(fmt: Format, rows: int, arch: str) -> DecodeTuning:
+    """Return the decode kernel's tuning.
+
+    Args:
+        fmt: format of the pages.
+        rows: query rows per kv head and request: heads that share it times new tokens.
+        arch: of the device.
+
+    """
+    tuning = DecodeTuning(tile=min(64, fmt.key_group_size))
+    return _overridden(tuning, "decode")
+
+
+def _overridden(tuning: Any, kernel: str) -> Any:
+    """Return `tuning` with the fields that ``KVQ_TUNING`` names for `kernel`."""
+    overrides = _overrides(os.environ.get(ENV_VAR, "{}")).get(kernel, {})
+    return dataclasses.replace(tuning, **overrides) if overrides else tuning
+
+
+@lru_cache(maxsize=8)
+def _overrides(text: str) -> dict[str, dict[str, int]]:
+    return json.loads(text)
