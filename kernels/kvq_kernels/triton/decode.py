@@ -322,9 +322,7 @@ def _walk_units(
             acc = tl.dot(byte, operand_1, acc)
         else:
             operand_0 = (weights0 * value_scale0[:, None]).to(tl.float16)
-            shared = tl.sum(
-                weights0 * value_zero0[:, None] - 1024.0 * operand_0.to(tl.float32), 0
-            )
+            shared = tl.sum(weights0 * value_zero0[:, None] - 1024.0 * operand_0.to(tl.float32), 0)
             total = total * rescale + tl.sum(weights0, 0)
             acc = acc * rescale[None, :] + shared[None, :]
             acc = tl.dot(bytes_to_fp16(values, USE_ASM), operand_0, acc)
@@ -407,9 +405,7 @@ def _walk_ring(
             mask=written[None, :] & inside[:, None],
             other=0.0,
         ).to(DOT_DTYPE)
-        acc = tl.dot(
-            values, weights.to(DOT_DTYPE), acc * rescale[None, :], input_precision="ieee"
-        )
+        acc = tl.dot(values, weights.to(DOT_DTYPE), acc * rescale[None, :], input_precision="ieee")
     return running_max, total, acc
 
 
@@ -538,8 +534,15 @@ def _attend(
                     USE_ASM,
                 )
                 _store_partial(
-                    partial_out, partial_lse, partial + split, valid, running_max, total, acc,
-                    HEAD_SIZE, HEAD_PAD,
+                    partial_out,
+                    partial_lse,
+                    partial + split,
+                    valid,
+                    running_max,
+                    total,
+                    acc,
+                    HEAD_SIZE,
+                    HEAD_PAD,
                 )
         else:
             open_start = start // UNIT_SIZE * UNIT_SIZE
@@ -572,8 +575,15 @@ def _attend(
                 ALIBI,
             )
             _store_partial(
-                partial_out, partial_lse, partial + split, valid, running_max, total, acc,
-                HEAD_SIZE, HEAD_PAD,
+                partial_out,
+                partial_lse,
+                partial + split,
+                valid,
+                running_max,
+                total,
+                acc,
+                HEAD_SIZE,
+                HEAD_PAD,
             )
 
 
