@@ -55,10 +55,10 @@ def _scale_and_limit(codes, meta, DTYPE: tl.constexpr):
     """Return ``code * scale + zero``; `meta`, int32 words, broadcasts against `codes`.
 
     Rounding of the scale can bring the largest code of an extreme range beyond fp16's largest
-    number; infinity would make the whole output NaN.
+    number, where infinity would make the whole output NaN.
     """
     x = codes * meta_scale(meta).to(DTYPE) + meta_zero(meta).to(DTYPE)
-    return tl.minimum(x, FP16_MAX)
+    return tl.minimum(x, FP16_MAX) if tl.float16 == DTYPE else x
 
 
 @triton.jit
