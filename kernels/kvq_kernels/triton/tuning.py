@@ -63,6 +63,7 @@ class DecodeTuning:
         num_warps: warps per program.
         num_stages: depth of the software pipeline, the block table's load included.
         tile: sealed tokens per iteration, a divisor of the key group size.
+        ring_tile: tokens of the ring per iteration.
         max_rows: most query rows (query heads of a kv head times new tokens) per program.
         min_rows: fewest rows of a matrix product.
         programs_per_multiprocessor: what the split count aims at.
@@ -71,8 +72,9 @@ class DecodeTuning:
     """
 
     num_warps: int = 2
-    num_stages: int = 4
+    num_stages: int = 3
     tile: int = 64
+    ring_tile: int = 16
     max_rows: int = 16
     min_rows: int = 8
     programs_per_multiprocessor: int = 4
