@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -173,7 +174,7 @@ def record(arch: str) -> Iterator[list[Launch]]:
 
 def _launch(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
     """Specialise arguments as Triton does: 1 and None are constants, multiples of 16 are noted."""
-    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+    options = {name: kwargs.pop(name) for name in set(kwargs) - set(kernel.arg_names)}
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     signature, constants, divisible = {}, {}, []
     for index, param in enumerate(kernel.params):
@@ -350,6 +351,17 @@ def report(case: Case, target: str) -> Row:
     )
 
 
+def _print(row: Row) -> None:
+    load = f"{row.load_bits}-bit loads"
+    print(
+        f"{row.kernel:8} {row.format:9} D={row.head_size:<3} gqa={row.gqa:<2} {row.target:6} "
+        f"{row.warps} warps {row.registers:3} registers {row.spill_bytes:4} B spilled "
+        f"{row.shared_bytes:6} B shared  {load:13} {row.mma:24} "
+        f"{row.instructions_per_token_head:5.1f} instructions per token-head",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one head size and GQA per format")
@@ -360,6 +372,8 @@ def main() -> None:
     parser.add_argument("--gqa", type=int, help="only this GQA")
     parser.add_argument("--json", type=Path, help="write the rows here, as a list of objects")
     args = parser.parse_args()
+    # The launchers say what they want; Triton 3.9 warns about its default all the same.
+    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
     rows = []
     for case in (case for cases in REGISTRY for case in cases()):
         if (
@@ -372,7 +386,7 @@ def main() -> None:
             continue
         for target in args.target or TARGETS:
             rows.append(report(case, target))
-            print("  ".join(f"{value!s:>9}" for value in asdict(rows[-1]).values()), flush=True)
+            _print(rows[-1])
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 

@@ -254,7 +254,7 @@ def test_ring_blocks_of_any_size() -> None:
 @pytest.mark.parametrize("min_tiles", [1, 2])
 def test_splits(min_tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of unlike length share a grid; short ones leave splits unused."""
-    monkeypatch.setenv(tuning.ENV_VAR, f'{{"decode": {{"min_tiles_per_split": {min_tiles}}}}}')
+    monkeypatch.setitem(tuning.OVERRIDES, "decode", {"min_tiles_per_split": min_tiles})
     make_step(contexts=(700, 65, 3), new=(1, 1, 1), gqa=1).check()
 
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -788,6 +787,7 @@ def decode(
         USE_ASM=device.is_nvidia,
         num_warps=plan.tuning.num_warps,
         num_stages=plan.tuning.num_stages,
+        enable_fp_fusion=True,  # Triton 3.10 no longer does it unasked
     )
     _combine[(plan.query_len, num_heads, num_requests)](
         partial_out,
@@ -859,7 +859,6 @@ class _Plan:
     num_splits: int
 
 
-@lru_cache(maxsize=4096)
 def _plan(
     fmt: Format,
     num_requests: int,
