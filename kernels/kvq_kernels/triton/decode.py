@@ -17,10 +17,11 @@ channel (keys) or of a token (values):
 so scales cost one multiplication per query element and key group, or per weight, and zeros one
 number per row and tile. What must not overflow or vanish in fp16:
 
-* q_d s_d: a scale is at most 2 * 65504 / levels, since sealing saturates; rows with larger
-  elements than that allows are divided by a power of two, which multiplies the fp32 sum again.
-* p_t s_t: the running maximum is of logit + log2(s), so that the largest p_t s_t is 2^15, however
-  large or small the scales are.
+* q_d s_d: a scale is at most 2 * 65504 / levels, since sealing saturates; queries with
+  larger elements than that allows are divided by a power of two, which multiplies the fp32 sum
+  again. It is one for all rows of a program.
+* p_t s_t: the running maximum is of logit + the exponent of s, so that the largest p_t s_t is
+  close to 2^15, however large or small the scales are.
 * the 1024 in front of the codes: taken away in fp32, by the sum of the *rounded* operands.
 """
 
@@ -28,7 +29,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -47,7 +47,8 @@ from kvq_kernels.triton.common import (
 )
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-RING_TILE = 32
+LOWEST = tl.constexpr(-1e30)
+"""Where running maxima begin: finite, so that hidden logits, -inf, weigh exp2(-inf) = 0."""
 MAX_SPLITS = 128
 
 
@@ -101,19 +102,13 @@ def _mask(
     """Return logits (base 2, ``[keys, rows]``) with soft cap, ALiBi and sliding window."""
     if SOFT_CAP:  # tanh(x) = 1 - 2 / (e^2x + 1), which is right at both infinities
         power = tl.exp2(logits * (2.0 * LOG2_E / soft_cap))
-        logits = soft_cap * (1.0 - 2.0 / (power + 1.0))
+        capped = soft_cap * (1.0 - 2.0 / (power + 1.0))
+        logits = tl.where(logits == float("-inf"), logits, capped)
     if ALIBI:
         logits += slopes[None, :] * (key_pos[:, None] - query_pos[None, :]).to(tl.float32)
     if WINDOW:
         logits = tl.where(key_pos[:, None] > query_pos[None, :] - window, logits, float("-inf"))
     return logits
-
-
-@triton.jit
-def _new_max(running_max, candidates):
-    """Return the new running maximum, and the same with 0 where nothing was seen yet."""
-    new_max = tl.maximum(running_max, candidates)
-    return new_max, tl.where(new_max == float("-inf"), 0.0, new_max)
 
 
 @triton.jit
@@ -129,7 +124,7 @@ def _anchor_logits(
     codes1 = tl.load(record + ANCHOR + HEAD_SIZE // 2 + channel, mask=inside, other=0)
     key0 = codes0.to(tl.float32) * scale + zero
     key1 = codes1.to(tl.float32) * scale + zero
-    return tl.sum(query0 * key0[:, None] + query1 * key1[:, None], 0)
+    return tl.sum(query0 * key0[:, None] + query1 * (16.0 * key1)[:, None], 0)
 
 
 @triton.jit
@@ -164,6 +159,7 @@ def _walk_units(
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     ALIBI: tl.constexpr,
+    STRADDLES: tl.constexpr,
     USE_ASM: tl.constexpr,
 ):
     """Return maximum, sum and output ``[HEAD_PAD, rows]`` over sealed tiles [first, end).
@@ -178,31 +174,34 @@ def _walk_units(
     KEY_BYTES_PAD: tl.constexpr = HEAD_PAD * KEY_BITS // 8
     VALUE_BYTES: tl.constexpr = GROUP_SIZE * VALUE_BITS // 8
     RUN: tl.constexpr = TILE * VALUE_BITS // 8
+    # Queries of 16 bits stay exact in fp16; scale_log2 waits until after the product.
+    EXACT: tl.constexpr = tl.float32 if query_rows.dtype.element_ty == tl.float32 else tl.float16
     # The largest query element whose product with any scale fits fp16 (the header's first point);
     # 17/16 because the low nibble's operand is q0 s0 - q1 s1 / 16.
-    LEVELS: tl.constexpr = 2**KEY_BITS - 1
-    QUERY_LIMIT: tl.constexpr = LEVELS / 2 * (16 / 17) * 0.995
+    QUERY_LIMIT: tl.constexpr = 0.995 * (2**KEY_BITS - 1) / 2 * 16 / 17
 
     channel = tl.arange(0, HEAD_PAD)
     inside = channel < HEAD_SIZE
     key_byte = tl.arange(0, KEY_BYTES_PAD)
     inside_key = key_byte < KEY_BYTES
     run = tl.arange(0, RUN)
+    row = tl.arange(0, TILE)
 
     query_mask = valid[None, :] & inside_key[:, None]
     query0 = tl.load(query_rows[None, :] + key_byte[:, None], mask=query_mask, other=0.0)
-    query0 = query0.to(tl.float32) * scale_log2
+    query0 = query0.to(tl.float32)
     largest = tl.max(tl.abs(query0), 0)
     if KEY_BITS == 4:
         query1 = tl.load(
             query_rows[None, :] + KEY_BYTES + key_byte[:, None], mask=query_mask, other=0.0
         )
-        query1 = query1.to(tl.float32) * scale_log2
+        query1 = query1.to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(query1), 0))
-    factor = tl.exp2(tl.ceil(tl.log2(tl.maximum(largest / QUERY_LIMIT, 1.0))))
-    operand0 = query0 / factor[None, :]
-    if KEY_BITS == 4:
-        operand1 = query1 / (16.0 * factor)[None, :]
+    excess = tl.minimum(tl.max(largest, 0), 65504.0) / QUERY_LIMIT
+    factor = tl.exp2(tl.ceil(tl.log2(tl.maximum(excess, 1.0))))
+    query0 = (query0 / factor).to(EXACT)
+    query1 = (query1 / (16.0 * factor)).to(EXACT) if KEY_BITS == 4 else query0
+    factor *= scale_log2
 
     anchor = tl.zeros([ROWS], tl.float32)
     if ANCHOR:
@@ -210,8 +209,8 @@ def _walk_units(
             record = pages + tl.load(block_table).to(tl.int64) * pages_stride_block
             anchor = _anchor_logits(record, query0, query1, HEAD_SIZE, HEAD_PAD, ANCHOR)
 
-    running_max = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    running_max = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([RUN, ROWS], tl.float32)
     acc = tl.zeros([HEAD_PAD, ROWS], tl.float32)
     for tile in tl.range(first, end):
         unit = tile // TILES_PER_UNIT
@@ -223,9 +222,9 @@ def _walk_units(
             + (tile % TILES_PER_UNIT // TILES_PER_BLOB) * BLOB_BYTES
         )
         token = (tile % TILES_PER_BLOB) * RUN  # of the group
-        first_pos = (tile // TILES_PER_BLOB) * GROUP_SIZE + token
+        row_token = token + row % RUN + row // RUN * (GROUP_SIZE // 2)  # of the group
         key_meta = (blob + KEY_META).to(tl.pointer_type(tl.int32))
-        value_meta = (blob + VALUE_META).to(tl.pointer_type(tl.int32)) + token
+        value_meta = (blob + VALUE_META).to(tl.pointer_type(tl.int32))
 
         values = tl.load(
             blob + VALUE_CODES + channel[:, None] * VALUE_BYTES + (token + run)[None, :],
@@ -233,110 +232,89 @@ def _walk_units(
             other=0,
         )
         key_meta0 = tl.load(key_meta + key_byte, mask=inside_key, other=0)
-        value_meta0 = tl.load(value_meta + run)
-        key_bytes = blob + token * KEY_BYTES + run[:, None] * KEY_BYTES + key_byte[None, :]
-        keys0 = tl.load(key_bytes, mask=inside_key[None, :], other=0)
-        if VALUE_BITS == 4:
-            keys1 = tl.load(
-                key_bytes + GROUP_SIZE // 2 * KEY_BYTES, mask=inside_key[None, :], other=0
-            )
-            value_meta1 = tl.load(value_meta + GROUP_SIZE // 2 + run)
+        value_meta = tl.load(value_meta + row_token)
+        keys = tl.load(
+            blob + row_token[:, None] * KEY_BYTES + key_byte[None, :],
+            mask=inside_key[None, :],
+            other=0,
+        )
 
         # Fold the key scales into the query; the bias collects zeros and 1024s.
-        scale = meta_scale(key_meta0).to(tl.float32)
-        zero = meta_zero(key_meta0).to(tl.float32)
+        zero0 = meta_zero(key_meta0).to(tl.float32)
         if KEY_BITS == 4:
             key_meta1 = tl.load(key_meta + KEY_BYTES + key_byte, mask=inside_key, other=0)
-            scale1 = meta_scale(key_meta1).to(tl.float32)
-            zero1 = meta_zero(key_meta1).to(tl.float32)
-            folded1 = (operand1 * scale1[:, None]).to(tl.float16)
-            folded0 = (operand0 * scale[:, None] - folded1.to(tl.float32)).to(tl.float16)
-            bias = tl.sum(query0 * zero[:, None] + query1 * zero1[:, None], 0)
-            bias -= (1024.0 * factor) * tl.sum(folded0.to(tl.float32) + folded1.to(tl.float32), 0)
+            zero1 = 16.0 * meta_zero(key_meta1).to(tl.float32)
+            folded1 = (query1 * meta_scale(key_meta1).to(EXACT)[:, None]).to(tl.float16)
+            folded0 = query0 * meta_scale(key_meta0).to(EXACT)[:, None] - folded1.to(EXACT)
+            folded0 = folded0.to(tl.float16)
+            terms = query0.to(tl.float32) * zero0[:, None] + query1.to(tl.float32) * zero1[:, None]
+            terms -= 1024.0 * (folded0.to(tl.float32) + folded1.to(tl.float32))
         else:
-            folded0 = (operand0 * scale[:, None]).to(tl.float16)
-            folded1 = folded0
-            bias = tl.sum(query0 * zero[:, None], 0)
-            bias -= (1024.0 * factor) * tl.sum(folded0.to(tl.float32), 0)
+            folded0 = (query0 * meta_scale(key_meta0).to(EXACT)[:, None]).to(tl.float16)
+            terms = query0.to(tl.float32) * zero0[:, None] - 1024.0 * folded0.to(tl.float32)
+        bias = tl.sum(terms, 0)
+        if STRADDLES:  # a row reads the units before its own; its own is in the ring
+            bias += tl.where(unit < query_pos // UNIT_SIZE, 0.0, float("-inf"))
 
-        # A row reads the units before its own; its own is in the ring.
-        hidden = tl.where(unit < query_pos // UNIT_SIZE, 0.0, float("-inf"))
-        if not SOFT_CAP:
-            bias += hidden
-
-        logits0 = _dot_keys(keys0, folded0, folded1, KEY_BITS, USE_ASM)
-        logits0 = logits0 * factor[None, :] + bias[None, :]
-        key_pos = first_pos + run
+        scores = tl.zeros([TILE, ROWS], tl.float32) + bias[None, :]
+        if KEY_BITS == 4:
+            low, byte = nibbles_to_fp16(keys, USE_ASM)
+            scores = tl.dot(byte, folded1, tl.dot(low, folded0, scores))
+        else:
+            scores = tl.dot(bytes_to_fp16(keys, USE_ASM), folded0, scores)
         if ANCHOR:
-            is_anchor = (tile == 0) & (run == 0)
-            logits0 = tl.where(is_anchor[:, None], (anchor + hidden)[None, :], logits0)
-        logits0 = _mask(
-            logits0, key_pos, query_pos, slopes, soft_cap_log2, window, SOFT_CAP, ALIBI, WINDOW
+            if tile == 0:
+                first_token = anchor
+                if STRADDLES:
+                    first_token += tl.where(query_pos < UNIT_SIZE, float("-inf"), 0.0)
+                scores = tl.where((row == 0)[:, None], first_token[None, :], scores)
+        key_pos = tile // TILES_PER_BLOB * GROUP_SIZE + row_token
+        logits = scores * factor
+        logits = _mask(
+            logits, key_pos, query_pos, slopes, soft_cap_log2, window, SOFT_CAP, ALIBI, WINDOW
         )
-        if SOFT_CAP:
-            logits0 += hidden[None, :]
-        value_scale0 = meta_scale(value_meta0).to(tl.float32)
-        log_scale = tl.log2(tl.maximum(value_scale0, 6e-8)) - 15.0
-        candidates = tl.max(logits0 + log_scale[:, None], 0)
-        if VALUE_BITS == 4:
-            logits1 = _dot_keys(keys1, folded0, folded1, KEY_BITS, USE_ASM)
-            logits1 = logits1 * factor[None, :] + bias[None, :]
-            logits1 = _mask(
-                logits1,
-                key_pos + GROUP_SIZE // 2,
-                query_pos,
-                slopes,
-                soft_cap_log2,
-                window,
-                SOFT_CAP,
-                ALIBI,
-                WINDOW,
-            )
-            if SOFT_CAP:
-                logits1 += hidden[None, :]
-            value_scale1 = meta_scale(value_meta1).to(tl.float32)
-            log_scale = tl.log2(tl.maximum(value_scale1, 6e-8)) - 15.0
-            candidates = tl.maximum(candidates, tl.max(logits1 + log_scale[:, None], 0))
-
-        new_max, shift = _new_max(running_max, candidates)
-        rescale = tl.exp2(running_max - shift)
+        candidates = tl.max(logits + _exponent(value_meta)[:, None], 0)
+        new_max = tl.maximum(running_max, candidates)
+        rescale = tl.exp2(running_max - new_max)
         running_max = new_max
 
         # Fold the value scales into the weights; zeros and 1024s go to every channel alike.
-        weights0 = tl.exp2(logits0 - shift[None, :])
-        value_zero0 = meta_zero(value_meta0).to(tl.float32)
+        weights = tl.exp2(logits - new_max[None, :])
+        scaled = weights * meta_scale(value_meta).to(tl.float32)[:, None]
+        zeros = weights * meta_zero(value_meta).to(tl.float32)[:, None]
         if VALUE_BITS == 4:
-            weights1 = tl.exp2(logits1 - shift[None, :])
-            value_zero1 = meta_zero(value_meta1).to(tl.float32)
-            operand_1 = (weights1 * (value_scale1 * 0.0625)[:, None]).to(tl.float16)
-            operand_0 = (weights0 * value_scale0[:, None] - operand_1.to(tl.float32)).to(tl.float16)
-            shared = tl.sum(
-                weights0 * value_zero0[:, None]
-                + weights1 * value_zero1[:, None]
-                - 1024.0 * (operand_0.to(tl.float32) + operand_1.to(tl.float32)),
-                0,
-            )
-            total = total * rescale + tl.sum(weights0 + weights1, 0)
+            weights0, weights1 = _runs(weights, RUN, ROWS)
+            scaled0, scaled1 = _runs(scaled, RUN, ROWS)
+            zeros0, zeros1 = _runs(zeros, RUN, ROWS)
+            total = total * rescale[None, :] + (weights0 + weights1)
+            operand1 = scaled1.to(tl.float16) * 0.0625
+            operand0 = (scaled0 - operand1.to(tl.float32)).to(tl.float16)
+            shared = zeros0 + zeros1 - 1024.0 * (operand0.to(tl.float32) + operand1.to(tl.float32))
             low, byte = nibbles_to_fp16(values, USE_ASM)
-            acc = tl.dot(low, operand_0, acc * rescale[None, :] + shared[None, :])
-            acc = tl.dot(byte, operand_1, acc)
+            acc = tl.dot(low, operand0, acc * rescale[None, :] + tl.sum(shared, 0)[None, :])
+            acc = tl.dot(byte, operand1, acc)
         else:
-            operand_0 = (weights0 * value_scale0[:, None]).to(tl.float16)
-            shared = tl.sum(weights0 * value_zero0[:, None] - 1024.0 * operand_0.to(tl.float32), 0)
-            total = total * rescale + tl.sum(weights0, 0)
-            acc = acc * rescale[None, :] + shared[None, :]
-            acc = tl.dot(bytes_to_fp16(values, USE_ASM), operand_0, acc)
-    return running_max, total, acc
+            total = total * rescale[None, :] + weights
+            operand0 = scaled.to(tl.float16)
+            shared = zeros - 1024.0 * operand0.to(tl.float32)
+            acc = acc * rescale[None, :] + tl.sum(shared, 0)[None, :]
+            acc = tl.dot(bytes_to_fp16(values, USE_ASM), operand0, acc)
+    return running_max, tl.sum(total, 0), acc
 
 
 @triton.jit
-def _dot_keys(codes, folded0, folded1, KEY_BITS: tl.constexpr, USE_ASM: tl.constexpr):
-    """Return sum over channels of (1024 + code) times the folded query, ``[tokens, rows]``."""
-    if KEY_BITS == 4:
-        low, byte = nibbles_to_fp16(codes, USE_ASM)
-        return tl.dot(byte, folded1, tl.dot(low, folded0))
-    else:
-        return tl.dot(bytes_to_fp16(codes, USE_ASM), folded0)
+def _runs(x, RUN: tl.constexpr, ROWS: tl.constexpr):
+    """Return the two runs of tokens of ``x[2 * RUN, ROWS]``. They lie in different registers."""
+    return tl.split(tl.permute(tl.reshape(x, [2, RUN, ROWS]), (1, 2, 0)))
+
+
+@triton.jit
+def _exponent(meta):
+    """Return a whole number e with scale < 2^(e + 15), for the scales in int32 words.
+
+    The scale's five exponent bits, put above 8192 = 2^13, whose last place is 2^-10.
+    """
+    return ((meta & 0x7C00) | 0x46000000).to(tl.float32, bitcast=True) - (8192.0 + 29.0)
 
 
 @triton.jit
@@ -375,7 +353,7 @@ def _walk_ring(
     # A row reads its own unit up to itself; what lies before is sealed.
     first_visible = query_pos // UNIT_SIZE * UNIT_SIZE
 
-    running_max = tl.full([ROWS], float("-inf"), tl.float32)
+    running_max = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([HEAD_PAD, ROWS], tl.float32)
     for tile_start in tl.range(first, end, RING_TILE, num_stages=2):
@@ -395,10 +373,10 @@ def _walk_ring(
         visible &= key_pos[:, None] >= first_visible[None, :]
         logits = tl.where(visible & written[:, None], logits, float("-inf"))
 
-        new_max, shift = _new_max(running_max, tl.max(logits, 0))
-        rescale = tl.exp2(running_max - shift)
+        new_max = tl.maximum(running_max, tl.max(logits, 0))
+        rescale = tl.exp2(running_max - new_max)
         running_max = new_max
-        weights = tl.exp2(logits - shift[None, :])
+        weights = tl.exp2(logits - new_max[None, :])
         total = total * rescale + tl.sum(weights, 0)
         values = tl.load(
             tokens[None, :] + HEAD_SIZE + channel[:, None],
@@ -457,6 +435,7 @@ def _attend(
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     ALIBI: tl.constexpr,
+    STRADDLES: tl.constexpr,
     USE_ASM: tl.constexpr,
 ):
     """Attend of one tile of query rows over one split.
@@ -476,103 +455,60 @@ def _attend(
     pages += head * (UNITS_PER_BLOCK * RECORD_BYTES)
     ring += head.to(tl.int64) * ring_stride_head
 
-    # One round, unless some requests have far more new tokens than others.
-    for first_row in tl.range(
-        tl.program_id(1) // NUM_KV_HEADS * ROWS,
-        query_len * GQA,
-        tl.num_programs(1) // NUM_KV_HEADS * ROWS,
-    ):
-        rows = first_row + tl.arange(0, ROWS)
-        valid = rows < query_len * GQA
-        query_head = head * GQA + rows % GQA
-        query_pos = start + rows // GQA
-        query_rows = (
-            query
-            + (row + rows // GQA).to(tl.int64) * query_stride_token
-            + query_head * query_stride_head
-        )
-        slopes = tl.zeros([ROWS], tl.float32)
-        if ALIBI:
-            slopes = tl.load(alibi_slopes + query_head, mask=valid, other=0.0).to(tl.float32)
-            slopes *= LOG2_E
-        partial = row - tl.load(query_start_loc) + rows // GQA
-        partial = (partial.to(tl.int64) * (NUM_KV_HEADS * GQA) + query_head) * (num_splits + 1)
-        if split < num_splits:
-            if first < end:
-                last = tl.minimum(first + tiles_per_split, end)
-                running_max, total, acc = _walk_units(
-                    query_rows,
-                    valid,
-                    query_pos,
-                    slopes,
-                    pages,
-                    block_table,
-                    first,
-                    last,
-                    scale_log2,
-                    soft_cap_log2,
-                    window,
-                    pages_stride_block,
-                    HEAD_SIZE,
-                    HEAD_PAD,
-                    UNIT_SIZE,
-                    GROUP_SIZE,
-                    KEY_BITS,
-                    VALUE_BITS,
-                    ANCHOR,
-                    VALUE_CODES,
-                    KEY_META,
-                    VALUE_META,
-                    BLOB_BYTES,
-                    RECORD_BYTES,
-                    UNITS_PER_BLOCK,
-                    ROWS,
-                    TILE,
-                    SOFT_CAP,
-                    WINDOW,
-                    ALIBI,
-                    USE_ASM,
-                )
-                _store_partial(
-                    partial_out,
-                    partial_lse,
-                    partial + split,
-                    valid,
-                    running_max,
-                    total,
-                    acc,
-                    HEAD_SIZE,
-                    HEAD_PAD,
-                )
-        else:
-            open_start = start // UNIT_SIZE * UNIT_SIZE
-            if WINDOW:
-                open_start = tl.maximum(open_start, (start - window + 1) // RING_TILE * RING_TILE)
-            running_max, total, acc = _walk_ring(
+    first_row = tl.program_id(1) // NUM_KV_HEADS * ROWS
+    if first_row >= query_len * GQA:
+        return
+    rows = first_row + tl.arange(0, ROWS)
+    valid = rows < query_len * GQA
+    query_head = head * GQA + rows % GQA
+    query_pos = start + rows // GQA
+    query_rows = (
+        query
+        + (row + rows // GQA).to(tl.int64) * query_stride_token
+        + query_head * query_stride_head
+    )
+    slopes = tl.zeros([ROWS], tl.float32)
+    if ALIBI:
+        slopes = tl.load(alibi_slopes + query_head, mask=valid, other=0.0).to(tl.float32)
+        slopes *= LOG2_E
+    partial = row - tl.load(query_start_loc) + rows // GQA
+    partial = (partial.to(tl.int64) * (NUM_KV_HEADS * GQA) + query_head) * (num_splits + 1)
+    if split < num_splits:
+        if first < end:
+            last = tl.minimum(first + tiles_per_split, end)
+            running_max, total, acc = _walk_units(
                 query_rows,
                 valid,
                 query_pos,
                 slopes,
-                ring,
-                ring_table,
-                open_start,
-                start + query_len,
+                pages,
+                block_table,
+                first,
+                last,
                 scale_log2,
                 soft_cap_log2,
                 window,
-                ring_stride_block,
-                ring_stride_token,
-                ring_capacity,
-                RING_BLOCK,
+                pages_stride_block,
                 HEAD_SIZE,
                 HEAD_PAD,
                 UNIT_SIZE,
+                GROUP_SIZE,
+                KEY_BITS,
+                VALUE_BITS,
+                ANCHOR,
+                VALUE_CODES,
+                KEY_META,
+                VALUE_META,
+                BLOB_BYTES,
+                RECORD_BYTES,
+                UNITS_PER_BLOCK,
                 ROWS,
-                RING_TILE,
-                DOT_DTYPE,
+                TILE,
                 SOFT_CAP,
                 WINDOW,
                 ALIBI,
+                STRADDLES,
+                USE_ASM,
             )
             _store_partial(
                 partial_out,
@@ -585,6 +521,47 @@ def _attend(
                 HEAD_SIZE,
                 HEAD_PAD,
             )
+    else:
+        open_start = start // UNIT_SIZE * UNIT_SIZE
+        if WINDOW:
+            open_start = tl.maximum(open_start, (start - window + 1) // RING_TILE * RING_TILE)
+        running_max, total, acc = _walk_ring(
+            query_rows,
+            valid,
+            query_pos,
+            slopes,
+            ring,
+            ring_table,
+            open_start,
+            start + query_len,
+            scale_log2,
+            soft_cap_log2,
+            window,
+            ring_stride_block,
+            ring_stride_token,
+            ring_capacity,
+            RING_BLOCK,
+            HEAD_SIZE,
+            HEAD_PAD,
+            UNIT_SIZE,
+            ROWS,
+            RING_TILE,
+            DOT_DTYPE,
+            SOFT_CAP,
+            WINDOW,
+            ALIBI,
+        )
+        _store_partial(
+            partial_out,
+            partial_lse,
+            partial + split,
+            valid,
+            running_max,
+            total,
+            acc,
+            HEAD_SIZE,
+            HEAD_PAD,
+        )
 
 
 @triton.jit
@@ -735,7 +712,7 @@ def decode(
     """
     fmt = cache.fmt
     num_tokens, num_heads, head_size = query.shape
-    num_blocks, num_kv_heads, block_size, _ = cache.pages.shape
+    _, num_kv_heads, block_size, _ = cache.pages.shape
     (num_requests,) = batch.seq_lens.shape
     if num_requests == 0 or num_tokens == 0:
         return
@@ -745,7 +722,7 @@ def decode(
             f"of size {fmt.head_size}."
         )
     device = tuning.device_info(query.device)
-    max_query_len = 1 + cache.ring_capacity - fmt.unit_size
+    max_query_len = min(1 + cache.ring_capacity - fmt.unit_size, num_tokens)
     plan = _plan(
         fmt,
         num_requests,
@@ -769,7 +746,8 @@ def decode(
         "TILE": plan.tuning.tile,
         "MIN_TILES": plan.tuning.min_tiles_per_split,
     }
-    _attend[(plan.num_splits + 1, num_kv_heads * plan.row_tiles, num_requests)](
+    row_tiles = triton.cdiv(max_query_len * num_heads // num_kv_heads, plan.rows)
+    _attend[(plan.num_splits + 1, num_kv_heads * row_tiles, num_requests)](
         query,
         cache.pages,
         cache.block_table,
@@ -800,14 +778,16 @@ def decode(
         UNITS_PER_BLOCK=block_size // fmt.unit_size,
         ROWS=plan.rows,
         **cut,
-        RING_TILE=RING_TILE,
+        RING_TILE=plan.tuning.ring_tile,
         DOT_DTYPE=dot_dtype(cache.ring.dtype),
         SOFT_CAP=bool(params.soft_cap),
         ALIBI=params.alibi_slopes is not None,
+        STRADDLES=max_query_len > 1,
         **flags,
         USE_ASM=device.is_nvidia,
         num_warps=plan.tuning.num_warps,
         num_stages=plan.tuning.num_stages,
+        enable_fp_fusion=True,  # Triton 3.10 no longer does it unasked
     )
     _combine[(plan.query_len, num_heads, num_requests)](
         partial_out,
@@ -867,9 +847,8 @@ class _Plan:
 
     Attributes:
         tuning: of the kernel.
-        query_len: new tokens per request that the grid is made for.
+        query_len: new tokens per request that the cut is best for.
         rows: query rows per program.
-        row_tiles: programs that share the query rows of one request and kv head.
         num_splits: programs that share its sealed tokens.
 
     """
@@ -877,11 +856,9 @@ class _Plan:
     tuning: tuning.DecodeTuning
     query_len: int
     rows: int
-    row_tiles: int
     num_splits: int
 
 
-@lru_cache(maxsize=4096)
 def _plan(
     fmt: Format,
     num_requests: int,
@@ -895,9 +872,8 @@ def _plan(
     query_rows = query_len * (num_heads // num_kv_heads)
     tuned = tuning.decode_tuning(fmt, query_rows, device.arch)
     rows = min(max(tuned.min_rows, triton.next_power_of_2(query_rows)), tuned.max_rows)
-    row_tiles = triton.cdiv(query_rows, rows)
-    programs = num_requests * num_kv_heads * row_tiles
+    programs = num_requests * num_kv_heads * triton.cdiv(query_rows, rows)
     wanted = device.multiprocessors * tuned.programs_per_multiprocessor // programs
     useful = max_model_len // (tuned.tile * tuned.min_tiles_per_split)
     num_splits = max(1, min(wanted, useful, MAX_SPLITS))
-    return _Plan(tuned, query_len, rows, row_tiles, num_splits)
+    return _Plan(tuned, query_len, rows, num_splits)

@@ -108,9 +108,9 @@ def _once_per_program(x, USE_ASM: tl.constexpr):
 def _load_sealed_keys(
     blob, tokens, FMT: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
 ):
-    """Load the keys of a blob's `tokens`, channels in the order of :func:`_channels`.
+    """Load the keys of a blob's `tokens`, ``[len(tokens), BLOCK_D]``, 0 beyond the head size.
 
-    ``[len(tokens), BLOCK_D]``, 0 beyond the head size.
+    At 4 bits, a byte holds channels c and c + D / 2; they come in turns.
     """
     WIDTH: tl.constexpr = FMT.head_size * FMT.key_bits // 8
     columns = tl.arange(0, BLOCK_D * FMT.key_bits // 8)
@@ -173,28 +173,15 @@ def _tokens(column, FMT: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _channels(FMT: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the channels in the order in which their key codes are stored.
-
-    At 4 bits a byte holds channels c and c + D / 2; they come in turns.
-    """
-    i = tl.arange(0, BLOCK_D)
-    if FMT.key_bits == 8:
-        return i
-    else:
-        return i // 2 + i % 2 * (FMT.head_size // 2)
-
-
-@triton.jit
-def _load_query(rows, valid, FMT: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
-    """Load query rows with their channels in the order of :func:`_channels`, limited to fp16."""
+def _load_query(query, rows, valid, FMT: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
+    """Load query rows, limited to fp16, with their channels as :func:`_load_sealed_keys` has them."""
     PARTS: tl.constexpr = 8 // FMT.key_bits
     WIDTH: tl.constexpr = FMT.head_size // PARTS
     columns = tl.arange(0, BLOCK_D // PARTS)[None, :]
     mask = valid[:, None] & (columns < WIDTH)
-    q = tl.load(rows[:, None] + columns, mask=mask, other=0.0)
+    q = tl.load(query + rows[:, None] + columns, mask=mask, other=0.0)
     if PARTS == 2:
-        q = tl.interleave(q, tl.load(rows[:, None] + WIDTH + columns, mask=mask, other=0.0))
+        q = tl.interleave(q, tl.load(query + rows[:, None] + WIDTH + columns, mask=mask, other=0.0))
     return limit(q.to(tl.float32)).to(DTYPE)
 
 
@@ -356,14 +343,18 @@ def _prefill_kernel(
     if WINDOW > 0:
         lowest = tl.maximum(0, first_query - WINDOW + 1)
 
+    # Offsets within the tile fit 32 bits and cost few registers, unlike one pointer per row.
     rows = tl.arange(0, TOKENS * HEADS)
     positions = tile_start + rows // HEADS
     valid = (positions >= start) & (positions < end)
-    heads = tl.program_id(1) * HEADS + rows % HEADS
-    kv_head = tl.program_id(1) * HEADS // GQA
-    tokens_of_step = (row + positions - start).to(tl.int64)
-    query += tokens_of_step * query_stride_token + heads * query_stride_head
-    out += tokens_of_step * out_stride_token + heads * out_stride_head
+    first_head = tl.program_id(1) * HEADS
+    heads = first_head + rows % HEADS
+    kv_head = first_head // GQA
+    tile_row = (row + tile_start - start).to(tl.int64)
+    query += tile_row * query_stride_token + first_head * query_stride_head
+    query_rows = rows // HEADS * query_stride_token + rows % HEADS * query_stride_head
+    out += tile_row * out_stride_token + first_head * out_stride_head
+    out_rows = rows // HEADS * out_stride_token + rows % HEADS * out_stride_head
     block_table += request.to(tl.int64) * block_table_stride
     pages += kv_head * UNITS_PER_BLOCK * FMT.record_bytes
     slopes = tl.zeros([TOKENS * HEADS], tl.float32)
@@ -375,19 +366,18 @@ def _prefill_kernel(
 
     channels = tl.arange(0, BLOCK_D)
     inside = channels < D
+    q_mask = valid[:, None] & inside[None, :]
     first = lowest // G * G  # units and blobs below the window are not loaded
     if first < unit_start:
-        q = _load_query(query, valid, FMT, BLOCK_D, SEALED_DTYPE)
         anchor_products = tl.zeros([TOKENS * HEADS], tl.float32)
         if FMT.anchor and first == 0:
             record = pages + tl.load(block_table).to(tl.int64) * pages_stride_block
-            codes = tl.load(
-                record + FMT.anchor_codes_offset + _channels(FMT, BLOCK_D), mask=inside, other=0
-            )
+            codes = tl.load(record + FMT.anchor_codes_offset + channels, mask=inside, other=0)
             word = tl.load((record + FMT.anchor_meta_offset).to(tl.pointer_type(tl.int32)))
             anchor = codes.to(tl.float32) * meta_scale(word) + meta_zero(word)
-            anchor = tl.where(inside, anchor, 0.0)
+            q = tl.load(query + query_rows[:, None] + channels[None, :], mask=q_mask, other=0.0)
             anchor_products = tl.sum(q.to(tl.float32) * anchor[None, :], 1)
+        q_sealed = _load_query(query, query_rows, valid, FMT, BLOCK_D, SEALED_DTYPE)
         for position in tl.range(first, unit_start, SEALED_TILE):
             unit = position // U
             block = tl.load(block_table + unit // UNITS_PER_BLOCK).to(tl.int64)
@@ -402,7 +392,7 @@ def _prefill_kernel(
             k = _load_sealed_keys(blob, tokens, FMT, BLOCK_D, SEALED_DTYPE, USE_ASM)
             if SHARE:
                 k = _once_per_program(k, USE_ASM)
-            products = tl.dot(q, tl.trans(k), input_precision="ieee")
+            products = tl.dot(q_sealed, tl.trans(k), input_precision="ieee")
             if FMT.anchor:
                 is_anchor = (position + tl.arange(0, SEALED_TILE) == 0)[None, :]
                 products = tl.where(is_anchor, anchor_products[:, None], products)
@@ -420,9 +410,7 @@ def _prefill_kernel(
             acc = _multiply(acc, signs, D, D, PIECES, ROTATION_WIDTH)
             acc *= tl.load(sizes + channels, mask=inside, other=0.0)[None, :]
 
-    q = tl.load(
-        query[:, None] + channels[None, :], mask=valid[:, None] & inside[None, :], other=0.0
-    ).to(DTYPE)
+    q = tl.load(query + query_rows[:, None] + channels[None, :], mask=q_mask, other=0.0).to(DTYPE)
     ring += kv_head * ring_stride_head
     ring_table += request.to(tl.int64) * ring_table_stride
     key_source = (
@@ -465,9 +453,9 @@ def _prefill_kernel(
         acc *= decay[:, None]
     result = acc / total[:, None]
     tl.store(
-        out[:, None] + channels[None, :],
+        out + out_rows[:, None] + channels[None, :],
         result.to(out.dtype.element_ty),
-        mask=valid[:, None] & inside[None, :],
+        mask=q_mask,
     )
 
 

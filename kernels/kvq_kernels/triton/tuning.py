@@ -1,6 +1,7 @@
 """What the kernels' speed depends on and their results do not, by architecture.
 
-The environment variable ``KVQ_TUNING`` overrides any field of a kernel's tuning, on every shape::
+The environment variable ``KVQ_TUNING``, read at import, overrides any field of a kernel's tuning,
+on every shape::
 
     KVQ_TUNING='{"decode": {"num_warps": 2, "num_stages": 4}}'
 
@@ -22,7 +23,8 @@ import torch
 from kvq_kernels.formats import Format
 from kvq_kernels.triton.common import is_interpreted
 
-ENV_VAR = "KVQ_TUNING"
+OVERRIDES: dict[str, dict[str, int]] = json.loads(os.environ.get("KVQ_TUNING", "{}"))
+"""Kernel to field to value; programs that tune may change it."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class DecodeTuning:
         num_warps: warps per program.
         num_stages: depth of the software pipeline, the block table's load included.
         tile: sealed tokens per iteration, a divisor of the key group size.
+        ring_tile: tokens of the ring per iteration.
         max_rows: most query rows (query heads of a kv head times new tokens) per program.
         min_rows: fewest rows of a matrix product.
         programs_per_multiprocessor: what the split count aims at.
@@ -71,8 +74,9 @@ class DecodeTuning:
     """
 
     num_warps: int = 2
-    num_stages: int = 4
+    num_stages: int = 3
     tile: int = 64
+    ring_tile: int = 16
     max_rows: int = 16
     min_rows: int = 8
     programs_per_multiprocessor: int = 4
@@ -88,16 +92,17 @@ def decode_tuning(fmt: Format, rows: int, arch: str) -> DecodeTuning:
         arch: of the device.
 
     """
-    tuning = DecodeTuning(tile=min(64, fmt.key_group_size))
-    return _overridden(tuning, "decode")
+    tile = min(64, fmt.key_group_size)
+    if arch.startswith("gfx"):  # below 16 rows there is no matrix instruction
+        tuned = DecodeTuning(num_warps=2, num_stages=2, tile=tile, min_rows=16)
+    elif rows <= 8 and fmt.head_size <= 128 and arch != "sm_120":  # fewest instructions
+        tuned = DecodeTuning(num_warps=1, tile=tile)
+    else:
+        tuned = DecodeTuning(tile=tile)
+    return _overridden(tuned, "decode")
 
 
-def _overridden(tuning: Any, kernel: str) -> Any:
-    """Return `tuning` with the fields that ``KVQ_TUNING`` names for `kernel`."""
-    overrides = _overrides(os.environ.get(ENV_VAR, "{}")).get(kernel, {})
-    return dataclasses.replace(tuning, **overrides) if overrides else tuning
-
-
-@lru_cache(maxsize=8)
-def _overrides(text: str) -> dict[str, dict[str, int]]:
-    return json.loads(text)
+def _overridden(tuned: Any, kernel: str) -> Any:
+    """Return `tuned` with the fields that ``KVQ_TUNING`` names for `kernel`."""
+    overrides = OVERRIDES.get(kernel)
+    return dataclasses.replace(tuned, **overrides) if overrides else tuned
