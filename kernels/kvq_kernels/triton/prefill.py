@@ -16,14 +16,13 @@ So a program is flash attention in two loops with one running softmax:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
 from triton import language as tl
 
-from kvq_kernels.formats import Format
 from kvq_kernels.interface import AttentionParams, Batch, LayerCache
+from kvq_kernels.triton import tuning
 from kvq_kernels.triton.blocks import (
     FP16_MAX,
     find_tile,
@@ -174,7 +173,7 @@ def _tokens(column, FMT: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _load_query(query, rows, valid, FMT: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
-    """Load query rows, limited to fp16, with their channels as :func:`_load_sealed_keys` has them."""
+    """Load query rows, limited to fp16, channels in the order of :func:`_load_sealed_keys`."""
     PARTS: tl.constexpr = 8 // FMT.key_bits
     WIDTH: tl.constexpr = FMT.head_size // PARTS
     columns = tl.arange(0, BLOCK_D // PARTS)[None, :]
@@ -462,30 +461,6 @@ def _prefill_kernel(
 # --- operation -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PrefillTuning:
-    """How prefill is cut.
-
-    Attributes:
-        rows: query rows per program: tokens times heads.
-        sealed_tile: sealed tokens per iteration, a power of two up to the key group size.
-        open_tile: tokens of the open unit per iteration.
-        num_warps: warps per program.
-        num_stages: depth of the software pipeline.
-
-    """
-
-    rows: int = 128
-    sealed_tile: int = 64
-    open_tile: int = 32
-    num_warps: int = 8
-    num_stages: int = 2
-
-
-def prefill_tuning(fmt: Format, dtype: torch.dtype) -> PrefillTuning:
-    return PrefillTuning(sealed_tile=min(64, fmt.key_group_size))
-
-
 def prefill(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -521,11 +496,12 @@ def prefill(
     fmt = cache.fmt
     num_tokens, num_heads, head_size = query.shape
     gqa = num_heads // key.shape[1]
-    tuning = prefill_tuning(fmt, key.dtype)
+    device = tuning.device_info(query.device)
+    cut = tuning.prefill_tuning(fmt, device.arch)
     # Heads that share a kv head also share a program, as many as a power of two divides evenly,
     # so that no row is padding; the tokens of a program lie within a unit.
-    heads = min(gqa & -gqa, tuning.rows)
-    tokens = min(tuning.rows // heads, fmt.unit_size)
+    heads = min(gqa & -gqa, cut.rows)
+    tokens = min(cut.rows // heads, fmt.unit_size)
     dtype = dot_dtype(key.dtype)
     grid = (num_tiles(num_tokens, num_requests, tokens, 2), num_heads // heads)
     _prefill_kernel[grid](
@@ -561,8 +537,8 @@ def prefill(
         BLOCK_D=triton.next_power_of_2(head_size),
         TOKENS=tokens,
         HEADS=heads,
-        SEALED_TILE=tuning.sealed_tile,
-        OPEN_TILE=tuning.open_tile,
+        SEALED_TILE=cut.sealed_tile,
+        OPEN_TILE=cut.open_tile,
         DTYPE=dtype,
         SEALED_DTYPE=tl.float32 if dtype == tl.float32 else tl.float16,
         PIECES=rotation_pieces(key.dtype),
@@ -570,9 +546,10 @@ def prefill(
         WINDOW=params.sliding_window or 0,
         ALIBI=params.alibi_slopes is not None,
         SINKS=params.sinks is not None,
-        USE_ASM=False,
-        SHARE=False,
-        ROTATION_WIDTH=64,
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
+        USE_ASM=device.is_nvidia,
+        SHARE=cut.share,
+        ROTATION_WIDTH=cut.rotation_width,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+        enable_fp_fusion=True,  # Triton 3.10 no longer does it unasked
     )

@@ -13,14 +13,12 @@ fp32, which now and then moves a code by one or a scale to the next fp16.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from triton import language as tl
 
-from kvq_kernels.formats import Format
 from kvq_kernels.interface import Batch, LayerCache
+from kvq_kernels.triton import tuning
 from kvq_kernels.triton.blocks import (
     find_tile,
     is_finite,
@@ -34,33 +32,6 @@ from kvq_kernels.triton.blocks import (
 
 RING_TILE = 16
 """Tokens that one program writes to the ring at a time."""
-
-
-@dataclass(frozen=True)
-class SealTuning:
-    """How sealing a blob is cut.
-
-    Attributes:
-        key_tile: bytes of a token's key codes per iteration.
-        value_tile: bytes of a channel's value codes per iteration, at least 16.
-        num_warps: warps per program.
-
-    """
-
-    key_tile: int
-    value_tile: int
-    num_warps: int
-
-
-def seal_tuning(fmt: Format) -> SealTuning:
-    """Return tiles that leave a thread about 64 fp32 numbers, whatever the sizes."""
-    width = fmt.head_size * fmt.key_bits // 8
-    value_width = fmt.key_group_size * fmt.value_bits // 8
-    return SealTuning(
-        key_tile=min(triton.next_power_of_2(width), 8192 // fmt.key_group_size),
-        value_tile=min(value_width, 32),
-        num_warps=8 if fmt.head_size > 128 else 4,
-    )
 
 
 _TO_INTEGER = tl.constexpr(12582912.0)
@@ -494,7 +465,7 @@ def _seal(
     num_tokens, num_kv_heads, head_size = key.shape
     if num_requests == 0:
         return
-    tuning = seal_tuning(fmt)
+    cut = tuning.seal_tuning(fmt)
     grid = (num_tiles(num_tokens, num_requests, fmt.unit_size, 1), num_kv_heads, fmt.num_blobs)
     _seal_kernel[grid](
         key,
@@ -518,12 +489,13 @@ def _seal(
         RING_CAPACITY=cache.ring_capacity,
         RING_BLOCK=cache.ring.shape[2],
         BLOCK_D=triton.next_power_of_2(head_size),
-        KEY_TILE=tuning.key_tile,
-        VALUE_TILE=tuning.value_tile,
+        KEY_TILE=cut.key_tile,
+        VALUE_TILE=cut.value_tile,
         RING_TILE=RING_TILE,
         PIECES=rotation_pieces(key.dtype),
         WRITE_RING=write_ring,
-        num_warps=tuning.num_warps,
+        num_warps=cut.num_warps,
+        enable_fp_fusion=False,  # the oracle's arithmetic, operation by operation
     )
 
 

@@ -102,6 +102,74 @@ def decode_tuning(fmt: Format, rows: int, arch: str) -> DecodeTuning:
     return _overridden(tuned, "decode")
 
 
+@dataclass(frozen=True)
+class PrefillTuning:
+    """How the prefill kernel is cut.
+
+    Attributes:
+        num_warps: warps per program.
+        num_stages: depth of the software pipeline.
+        rows: query rows per program: tokens times heads.
+        sealed_tile: sealed tokens per iteration, a power of two up to the key group size.
+        open_tile: tokens of the open unit per iteration.
+        share: whether one warp dequantises for all; see ``prefill._once_per_program``.
+        rotation_width: channels of values that are rotated back in one matrix product.
+
+    """
+
+    num_warps: int = 8
+    num_stages: int = 2
+    rows: int = 128
+    sealed_tile: int = 64
+    open_tile: int = 32
+    share: bool = False
+    rotation_width: int = 64
+
+
+def prefill_tuning(fmt: Format, arch: str) -> PrefillTuning:
+    """Return the prefill kernel's tuning.
+
+    Args:
+        fmt: format of the pages.
+        arch: of the device.
+
+    """
+    if arch in ("sm_80", "sm_86", "sm_89", "sm_120"):  # operands of matrix products in registers
+        tile = 32 if fmt.head_size > 64 else 64
+        tuned = PrefillTuning(sealed_tile=tile, share=True, rotation_width=32)
+    else:
+        tuned = PrefillTuning()
+    tile = min(tuned.sealed_tile, fmt.key_group_size)
+    return _overridden(dataclasses.replace(tuned, sealed_tile=tile), "prefill")
+
+
+@dataclass(frozen=True)
+class SealTuning:
+    """How sealing a blob is cut.
+
+    Attributes:
+        num_warps: warps per program.
+        key_tile: bytes of a token's key codes per iteration.
+        value_tile: bytes of a channel's value codes per iteration, at least 16.
+
+    """
+
+    num_warps: int
+    key_tile: int
+    value_tile: int
+
+
+def seal_tuning(fmt: Format) -> SealTuning:
+    """Return tiles that leave a thread about 64 fp32 numbers, whatever the sizes."""
+    width = fmt.head_size * fmt.key_bits // 8
+    tuned = SealTuning(
+        num_warps=8 if fmt.head_size > 128 else 4,
+        key_tile=min(1 << (width - 1).bit_length(), 8192 // fmt.key_group_size),
+        value_tile=min(fmt.key_group_size * fmt.value_bits // 8, 32),
+    )
+    return _overridden(tuned, "seal")
+
+
 def _overridden(tuned: Any, kernel: str) -> Any:
     """Return `tuned` with the fields that ``KVQ_TUNING`` names for `kernel`."""
     overrides = OVERRIDES.get(kernel)
