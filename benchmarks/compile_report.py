@@ -74,7 +74,8 @@ class Case:
         gqa: query heads per kv head.
         launch: calls the kernel's launcher on tensors of device "meta".
         function: name of the jit function that is reported; the launcher may launch others too.
-        tokens: name of the constant that has the tokens per iteration of the main loop.
+        tokens: name of the constant that has the tokens per iteration of the main loop, or None
+            for a kernel whose time does not hang on one.
         quick: whether ``--quick`` includes it.
 
     """
@@ -84,7 +85,7 @@ class Case:
     gqa: int
     launch: Callable[[], None]
     function: str
-    tokens: str
+    tokens: str | None
     quick: bool = False
 
 
@@ -132,6 +133,17 @@ def decode_cases() -> Iterator[Case]:
                     tokens="TILE",
                     quick=(name, head_size, gqa) in quick,
                 )
+    for head_size in (80, 128, 256):
+        fmt = Format.create("kvq-int4", head_size)
+        yield Case(
+            "combine",
+            fmt,
+            4,
+            lambda fmt=fmt: launch(fmt, 4),
+            function="_combine",
+            tokens=None,
+            quick=head_size == 128,
+        )
 
 
 REGISTRY: list[Callable[[], Iterator[Case]]] = [decode_cases]
@@ -210,7 +222,8 @@ class Row:
         wide_bytes: bytes per iteration of the program that come in 128-bit loads.
         tokens: per iteration.
         mma: the matrix instruction.
-        instructions_per_token_head: of all warps, per sealed token of a kv head.
+        instructions_per_token_head: of all warps, per sealed token of a kv head; None, and what
+            precedes it empty, for kernels without such a loop.
 
     """
 
@@ -228,7 +241,7 @@ class Row:
     wide_bytes: int
     tokens: int
     mma: str
-    instructions_per_token_head: float
+    instructions_per_token_head: float | None
 
 
 @dataclass
@@ -324,8 +337,9 @@ def report(case: Case, target: str) -> Row:
     launch = next(each for each in launches if each.kernel.__name__ == case.function)
     compiled = launch.compile(TARGETS[target])
     code = (read_nvidia if target.startswith("sm_") else read_amd)(compiled)
-    loop = code.main_loop()
-    warps, tokens = launch.options["num_warps"], launch.constants[case.tokens]
+    loop = code.main_loop() if case.tokens else []
+    warps = launch.options["num_warps"]
+    tokens = launch.constants[case.tokens] if case.tokens else 0
     loaded: Counter[int] = Counter()
     for instruction in loop:
         if GLOBAL_LOAD.search(instruction):
@@ -339,7 +353,7 @@ def report(case: Case, target: str) -> Row:
         gqa=case.gqa,
         target=target,
         warps=warps,
-        stages=launch.options["num_stages"],
+        stages=launch.options.get("num_stages", 0),
         registers=code.registers,
         spill_bytes=code.spill_bytes,
         shared_bytes=compiled.metadata.shared,
@@ -347,19 +361,21 @@ def report(case: Case, target: str) -> Row:
         wide_bytes=loaded[128],
         tokens=tokens,
         mma=matrix.most_common(1)[0][0] if matrix else "none",
-        instructions_per_token_head=round(len(loop) * warps / tokens, 1),
+        instructions_per_token_head=round(len(loop) * warps / tokens, 1) if tokens else None,
     )
 
 
 def _print(row: Row) -> None:
-    load = f"{row.load_bits}-bit loads"
-    print(
+    resources = (
         f"{row.kernel:8} {row.format:9} D={row.head_size:<3} gqa={row.gqa:<2} {row.target:6} "
         f"{row.warps} warps {row.registers:3} registers {row.spill_bytes:4} B spilled "
-        f"{row.shared_bytes:6} B shared  {load:13} {row.mma:24} "
-        f"{row.instructions_per_token_head:5.1f} instructions per token-head",
-        flush=True,
+        f"{row.shared_bytes:6} B shared"
     )
+    loop = (
+        f"  {row.load_bits}-bit loads  {row.mma}"
+        f"  {row.instructions_per_token_head} instructions per token-head"
+    )
+    print(resources + (loop if row.tokens else ""), flush=True)
 
 
 def main() -> None:
