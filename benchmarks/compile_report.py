@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -89,7 +90,9 @@ class Case:
     quick: bool = False
 
 
-def meta_cache(fmt: Format, num_requests: int, num_kv_heads: int, dtype: torch.dtype) -> LayerCache:
+def meta_cache(
+    fmt: Format, num_requests: int, num_kv_heads: int, dtype: torch.dtype, query_len: int = 1
+) -> LayerCache:
     """Return a cache of 64 units per request without storage."""
     pages = (1024, num_kv_heads, fmt.unit_size, fmt.bytes_per_token)
     ring = (1024, num_kv_heads, 32, 2 * fmt.head_size)
@@ -99,27 +102,31 @@ def meta_cache(fmt: Format, num_requests: int, num_kv_heads: int, dtype: torch.d
         block_table=torch.empty((num_requests, 64), dtype=torch.int32, device="meta"),
         ring=torch.empty(ring, dtype=dtype, device="meta"),
         ring_table=torch.empty((num_requests, 16), dtype=torch.int32, device="meta"),
-        ring_capacity=fmt.unit_size,
+        ring_capacity=fmt.unit_size + 32 * (query_len > 1),
     )
 
 
+def launch_decode(
+    fmt: Format,
+    gqa: int,
+    query_len: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    **params: Any,
+) -> None:
+    """Decode a batch of 8 requests with 8 kv heads."""
+    num_requests, num_kv_heads = 8, 8
+    shape = (num_requests * query_len, num_kv_heads * gqa, fmt.head_size)
+    query = torch.empty(shape, dtype=dtype, device="meta")
+    batch = Batch(
+        torch.empty(num_requests + 1, dtype=torch.int32, device="meta"),
+        torch.empty(num_requests, dtype=torch.int32, device="meta"),
+    )
+    cache = meta_cache(fmt, num_requests, num_kv_heads, dtype, query_len)
+    decode(query, cache, batch, AttentionParams(fmt.head_size**-0.5, **params), query)
+
+
 def decode_cases() -> Iterator[Case]:
-    """Formats, head sizes and GQA ratios of the decode kernel, in bf16."""
-
-    def launch(fmt: Format, gqa: int) -> None:
-        num_requests, num_kv_heads = 8, 8
-        query = torch.empty(
-            (num_requests, num_kv_heads * gqa, fmt.head_size), dtype=torch.bfloat16, device="meta"
-        )
-        batch = Batch(
-            torch.empty(num_requests + 1, dtype=torch.int32, device="meta"),
-            torch.empty(num_requests, dtype=torch.int32, device="meta"),
-        )
-        cache = meta_cache(fmt, num_requests, num_kv_heads, query.dtype)
-        params = AttentionParams(fmt.head_size**-0.5)
-        decode(query, cache, batch, params, torch.empty_like(query))
-
-    quick = {("kvq-int4", 128, 4), ("kvq-int8", 128, 4), ("kvq-k8v4", 128, 4)}
+    """The decode kernel's formats, head sizes and GQA ratios; all its features; its combine."""
     for name in ("kvq-int4", "kvq-k8v4", "kvq-int8"):
         for head_size in (64, 80, 96, 128, 192, 256):
             for gqa in (1, 4, 6, 8, 16):
@@ -128,18 +135,39 @@ def decode_cases() -> Iterator[Case]:
                     "decode",
                     fmt,
                     gqa,
-                    lambda fmt=fmt, gqa=gqa: launch(fmt, gqa),
+                    partial(launch_decode, fmt, gqa),
                     function="_attend",
                     tokens="TILE",
-                    quick=(name, head_size, gqa) in quick,
+                    quick=(head_size, gqa) == (128, 4),
                 )
+    per_head = torch.empty(32, dtype=torch.float32, device="meta")
+    for name, dtype in (("kvq-int4", torch.float16), ("kvq-int8", torch.float32)):
+        fmt = Format.create(name, 128)
+        yield Case(
+            "decode-features",
+            fmt,
+            4,
+            partial(
+                launch_decode,
+                fmt,
+                4,
+                query_len=4,
+                dtype=dtype,
+                soft_cap=50.0,
+                sliding_window=4096,
+                sinks=per_head,
+                alibi_slopes=per_head,
+            ),
+            function="_attend",
+            tokens="TILE",
+        )
     for head_size in (80, 128, 256):
         fmt = Format.create("kvq-int4", head_size)
         yield Case(
             "combine",
             fmt,
             4,
-            lambda fmt=fmt: launch(fmt, 4),
+            partial(launch_decode, fmt, 4),
             function="_combine",
             tokens=None,
             quick=head_size == 128,
