@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -74,7 +75,8 @@ class Case:
         gqa: query heads per kv head.
         launch: calls the kernel's launcher on tensors of device "meta".
         function: name of the jit function that is reported; the launcher may launch others too.
-        tokens: name of the constant that has the tokens per iteration of the main loop.
+        tokens: name of the constant that has the tokens per iteration of the main loop, or None
+            for a kernel whose time does not hang on one.
         quick: whether ``--quick`` includes it.
 
     """
@@ -84,11 +86,13 @@ class Case:
     gqa: int
     launch: Callable[[], None]
     function: str
-    tokens: str
+    tokens: str | None
     quick: bool = False
 
 
-def meta_cache(fmt: Format, num_requests: int, num_kv_heads: int, dtype: torch.dtype) -> LayerCache:
+def meta_cache(
+    fmt: Format, num_requests: int, num_kv_heads: int, dtype: torch.dtype, query_len: int = 1
+) -> LayerCache:
     """Return a cache of 64 units per request without storage."""
     pages = (1024, num_kv_heads, fmt.unit_size, fmt.bytes_per_token)
     ring = (1024, num_kv_heads, 32, 2 * fmt.head_size)
@@ -98,27 +102,31 @@ def meta_cache(fmt: Format, num_requests: int, num_kv_heads: int, dtype: torch.d
         block_table=torch.empty((num_requests, 64), dtype=torch.int32, device="meta"),
         ring=torch.empty(ring, dtype=dtype, device="meta"),
         ring_table=torch.empty((num_requests, 16), dtype=torch.int32, device="meta"),
-        ring_capacity=fmt.unit_size,
+        ring_capacity=fmt.unit_size + 32 * (query_len > 1),
     )
 
 
+def launch_decode(
+    fmt: Format,
+    gqa: int,
+    query_len: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    **params: Any,
+) -> None:
+    """Decode a batch of 8 requests with 8 kv heads."""
+    num_requests, num_kv_heads = 8, 8
+    shape = (num_requests * query_len, num_kv_heads * gqa, fmt.head_size)
+    query = torch.empty(shape, dtype=dtype, device="meta")
+    batch = Batch(
+        torch.empty(num_requests + 1, dtype=torch.int32, device="meta"),
+        torch.empty(num_requests, dtype=torch.int32, device="meta"),
+    )
+    cache = meta_cache(fmt, num_requests, num_kv_heads, dtype, query_len)
+    decode(query, cache, batch, AttentionParams(fmt.head_size**-0.5, **params), query)
+
+
 def decode_cases() -> Iterator[Case]:
-    """Formats, head sizes and GQA ratios of the decode kernel, in bf16."""
-
-    def launch(fmt: Format, gqa: int) -> None:
-        num_requests, num_kv_heads = 8, 8
-        query = torch.empty(
-            (num_requests, num_kv_heads * gqa, fmt.head_size), dtype=torch.bfloat16, device="meta"
-        )
-        batch = Batch(
-            torch.empty(num_requests + 1, dtype=torch.int32, device="meta"),
-            torch.empty(num_requests, dtype=torch.int32, device="meta"),
-        )
-        cache = meta_cache(fmt, num_requests, num_kv_heads, query.dtype)
-        params = AttentionParams(fmt.head_size**-0.5)
-        decode(query, cache, batch, params, torch.empty_like(query))
-
-    quick = {("kvq-int4", 128, 4), ("kvq-int8", 128, 4), ("kvq-k8v4", 128, 4)}
+    """The decode kernel's formats, head sizes and GQA ratios; all its features; its combine."""
     for name in ("kvq-int4", "kvq-k8v4", "kvq-int8"):
         for head_size in (64, 80, 96, 128, 192, 256):
             for gqa in (1, 4, 6, 8, 16):
@@ -127,11 +135,43 @@ def decode_cases() -> Iterator[Case]:
                     "decode",
                     fmt,
                     gqa,
-                    lambda fmt=fmt, gqa=gqa: launch(fmt, gqa),
+                    partial(launch_decode, fmt, gqa),
                     function="_attend",
                     tokens="TILE",
-                    quick=(name, head_size, gqa) in quick,
+                    quick=(head_size, gqa) == (128, 4),
                 )
+    per_head = torch.empty(32, dtype=torch.float32, device="meta")
+    for name, dtype in (("kvq-int4", torch.float16), ("kvq-int8", torch.float32)):
+        fmt = Format.create(name, 128)
+        yield Case(
+            "decode-features",
+            fmt,
+            4,
+            partial(
+                launch_decode,
+                fmt,
+                4,
+                query_len=4,
+                dtype=dtype,
+                soft_cap=50.0,
+                sliding_window=4096,
+                sinks=per_head,
+                alibi_slopes=per_head,
+            ),
+            function="_attend",
+            tokens="TILE",
+        )
+    for head_size in (80, 128, 256):
+        fmt = Format.create("kvq-int4", head_size)
+        yield Case(
+            "combine",
+            fmt,
+            4,
+            partial(launch_decode, fmt, 4),
+            function="_combine",
+            tokens=None,
+            quick=head_size == 128,
+        )
 
 
 REGISTRY: list[Callable[[], Iterator[Case]]] = [decode_cases]
@@ -210,7 +250,8 @@ class Row:
         wide_bytes: bytes per iteration of the program that come in 128-bit loads.
         tokens: per iteration.
         mma: the matrix instruction.
-        instructions_per_token_head: of all warps, per sealed token of a kv head.
+        instructions_per_token_head: of all warps, per sealed token of a kv head; None, and what
+            precedes it empty, for kernels without such a loop.
 
     """
 
@@ -228,7 +269,7 @@ class Row:
     wide_bytes: int
     tokens: int
     mma: str
-    instructions_per_token_head: float
+    instructions_per_token_head: float | None
 
 
 @dataclass
@@ -324,8 +365,9 @@ def report(case: Case, target: str) -> Row:
     launch = next(each for each in launches if each.kernel.__name__ == case.function)
     compiled = launch.compile(TARGETS[target])
     code = (read_nvidia if target.startswith("sm_") else read_amd)(compiled)
-    loop = code.main_loop()
-    warps, tokens = launch.options["num_warps"], launch.constants[case.tokens]
+    loop = code.main_loop() if case.tokens else []
+    warps = launch.options["num_warps"]
+    tokens = launch.constants[case.tokens] if case.tokens else 0
     loaded: Counter[int] = Counter()
     for instruction in loop:
         if GLOBAL_LOAD.search(instruction):
@@ -339,7 +381,7 @@ def report(case: Case, target: str) -> Row:
         gqa=case.gqa,
         target=target,
         warps=warps,
-        stages=launch.options["num_stages"],
+        stages=launch.options.get("num_stages", 0),
         registers=code.registers,
         spill_bytes=code.spill_bytes,
         shared_bytes=compiled.metadata.shared,
@@ -347,19 +389,21 @@ def report(case: Case, target: str) -> Row:
         wide_bytes=loaded[128],
         tokens=tokens,
         mma=matrix.most_common(1)[0][0] if matrix else "none",
-        instructions_per_token_head=round(len(loop) * warps / tokens, 1),
+        instructions_per_token_head=round(len(loop) * warps / tokens, 1) if tokens else None,
     )
 
 
 def _print(row: Row) -> None:
-    load = f"{row.load_bits}-bit loads"
-    print(
+    resources = (
         f"{row.kernel:8} {row.format:9} D={row.head_size:<3} gqa={row.gqa:<2} {row.target:6} "
         f"{row.warps} warps {row.registers:3} registers {row.spill_bytes:4} B spilled "
-        f"{row.shared_bytes:6} B shared  {load:13} {row.mma:24} "
-        f"{row.instructions_per_token_head:5.1f} instructions per token-head",
-        flush=True,
+        f"{row.shared_bytes:6} B shared"
     )
+    loop = (
+        f"  {row.load_bits}-bit loads  {row.mma}"
+        f"  {row.instructions_per_token_head} instructions per token-head"
+    )
+    print(resources + (loop if row.tokens else ""), flush=True)
 
 
 def main() -> None:

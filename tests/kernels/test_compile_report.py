@@ -49,6 +49,15 @@ def test_decode(name: str, target: str, limit: float) -> None:
     assert row.mma.startswith("HMMA" if target.startswith("sm_") else "v_mfma")
 
 
+def test_combine() -> None:
+    assert compile_report.report(case_of("combine", "kvq-int4", 128, 4), "sm_90").spill_bytes == 0
+
+
+def test_features_compile() -> None:
+    row = compile_report.report(case_of("decode-features", "kvq-int4", 128, 4), "sm_90")
+    assert row.load_bits == 128
+
+
 def test_every_case_is_listed_once() -> None:
     cases = [(case.kernel, case.fmt, case.gqa) for cases in REGISTRY for case in cases()]
     assert len(set(cases)) == len(cases)

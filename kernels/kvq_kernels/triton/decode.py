@@ -607,6 +607,7 @@ def _combine(
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
     ROTATE: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
@@ -634,19 +635,23 @@ def _combine(
         if SINKS:
             sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
             largest = tl.maximum(largest, sink)
-        weight = tl.exp2(lse - largest)
         ring_weight = tl.exp2(ring_lse - largest)
-        total = tl.sum(weight, 0) + ring_weight
+        total = tl.sum(tl.exp2(lse - largest), 0) + ring_weight
         if SINKS:
             total += tl.exp2(sink - largest)
 
         outputs = partial_out + partial * HEAD_SIZE
-        sealed = tl.load(
-            outputs + split[:, None] * HEAD_SIZE + channel[None, :],
-            mask=(split < num_used)[:, None] & inside[None, :],
-            other=0.0,
-        )
-        combined = tl.sum(sealed * weight[:, None], 0)
+        combined = tl.zeros([HEAD_PAD], tl.float32)
+        for first_split in tl.range(0, num_used, CHUNK):
+            splits = first_split + tl.arange(0, CHUNK)
+            used = splits < num_used
+            used_lse = tl.load(partial_lse + partial + splits, mask=used, other=float("-inf"))
+            sealed = tl.load(
+                outputs + splits[:, None] * HEAD_SIZE + channel[None, :],
+                mask=used[:, None] & inside[None, :],
+                other=0.0,
+            )
+            combined += tl.sum(sealed * tl.exp2(used_lse - largest)[:, None], 0)
         if ROTATE:
             combined = _rotate(combined, channel, HEAD_SIZE, HEAD_PAD)
         ring = tl.load(outputs + num_splits * HEAD_SIZE + channel, mask=inside, other=0.0)
@@ -663,19 +668,31 @@ def _rotate(x, channel, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr):
     begins at a multiple of n, so partners c and c ^ step are in one block if n > step.
     """
     block_size = tl.zeros([HEAD_PAD], tl.int32)
-    for power in tl.static_range(HEAD_PAD.bit_length()):
-        size: tl.constexpr = 1 << power
-        if HEAD_SIZE & size:
-            # Larger blocks come first, and take up HEAD_SIZE without its lower bits.
-            begin: tl.constexpr = HEAD_SIZE // (2 * size) * (2 * size)
-            block_size = tl.where((channel >= begin) & (channel < begin + size), size, block_size)
-    for power in tl.static_range(HEAD_PAD.bit_length() - 1):
-        step: tl.constexpr = 1 << power
-        pairs = tl.reshape(x, [HEAD_PAD // (2 * step), 2, step])
-        low, high = tl.split(tl.permute(pairs, (0, 2, 1)))
-        mixed = tl.permute(tl.join(low + high, low - high), (0, 2, 1))
-        x = tl.where(block_size > step, tl.reshape(mixed, [HEAD_PAD]), x)
-    return x * tl.where(block_size > 0, tl.rsqrt(tl.maximum(block_size, 1).to(tl.float32)), 0.0)
+    for power in tl.static_range(9):  # head sizes end at 256
+        block_size = tl.where(_in_block(channel, HEAD_SIZE, 1 << power), 1 << power, block_size)
+    for power in tl.static_range(8):
+        if 1 << power < HEAD_PAD:
+            x = tl.where(block_size > 1 << power, _butterfly(x, HEAD_PAD, 1 << power), x)
+    return x * tl.rsqrt(tl.maximum(block_size, 1).to(tl.float32))
+
+
+@triton.jit
+def _in_block(channel, HEAD_SIZE: tl.constexpr, SIZE: tl.constexpr):
+    """Return which channels are in the diagonal's block of SIZE, if there is one.
+
+    Larger blocks come first, so it begins at HEAD_SIZE without SIZE and all lower bits.
+    """
+    BEGIN: tl.constexpr = HEAD_SIZE // (2 * SIZE) * (2 * SIZE)
+    END: tl.constexpr = HEAD_SIZE // SIZE * SIZE
+    return (channel >= BEGIN) & (channel < END)
+
+
+@triton.jit
+def _butterfly(x, HEAD_PAD: tl.constexpr, STEP: tl.constexpr):
+    """Return x[c] + x[c + STEP] at each c without bit STEP, and x[c] - x[c + STEP] at c + STEP."""
+    pairs = tl.reshape(x, [HEAD_PAD // (2 * STEP), 2, STEP])
+    low, high = tl.split(tl.permute(pairs, (0, 2, 1)))
+    return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), [HEAD_PAD])
 
 
 # --- launch ----------------------------------------------------------------------------------
@@ -804,6 +821,7 @@ def decode(
         UNIT_SIZE=fmt.unit_size,
         **cut,
         SPLITS_PAD=triton.next_power_of_2(plan.num_splits),
+        CHUNK=8,
         ROTATE=fmt.rotate_values,
         SINKS=params.sinks is not None,
         **flags,

@@ -96,7 +96,7 @@ def decode_tuning(fmt: Format, rows: int, arch: str) -> DecodeTuning:
     if arch.startswith("gfx"):  # below 16 rows there is no matrix instruction
         tuned = DecodeTuning(num_warps=2, num_stages=2, tile=tile, min_rows=16)
     elif rows <= 8 and fmt.head_size <= 128 and arch != "sm_120":  # fewest instructions
-        tuned = DecodeTuning(num_warps=1, tile=tile)
+        tuned = DecodeTuning(num_warps=1, tile=tile, programs_per_multiprocessor=8)
     else:
         tuned = DecodeTuning(tile=tile)
     return _overridden(tuned, "decode")
