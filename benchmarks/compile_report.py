@@ -37,7 +37,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kvq_kernels import AttentionParams, Batch, Format, LayerCache
-from kvq_kernels.triton import decode, tuning
+from kvq_kernels.triton import decode, prefill, store, tuning, write_ring
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -174,7 +174,52 @@ def decode_cases() -> Iterator[Case]:
         )
 
 
-REGISTRY: list[Callable[[], Iterator[Case]]] = [decode_cases]
+def launch_step(operation: Callable[..., None], fmt: Format, gqa: int, dtype: torch.dtype) -> None:
+    """Launch `operation`, store, write_ring or prefill, on a chunk of one request."""
+    num_tokens, num_kv_heads = 1024, 8
+    cache = meta_cache(fmt, 1, num_kv_heads, dtype)
+    batch = Batch(
+        torch.empty(2, dtype=torch.int32, device="meta"),
+        torch.empty(1, dtype=torch.int32, device="meta"),
+    )
+    shape = (num_tokens, num_kv_heads, fmt.head_size)
+    key = torch.empty(shape, dtype=dtype, device="meta")
+    if operation is prefill:
+        shape = (num_tokens, num_kv_heads * gqa, fmt.head_size)
+        query = torch.empty(shape, dtype=dtype, device="meta")
+        params = AttentionParams(fmt.head_size**-0.5)
+        prefill(query, key, key, cache, batch, params, torch.empty_like(query))
+    else:
+        operation(key, key, cache, batch)
+
+
+def store_cases() -> Iterator[Case]:
+    """Sealing with the ring write in it, and the ring write alone. No kernel has a hot loop."""
+    for name in ("kvq-int4", "kvq-k8v4", "kvq-int8"):
+        for head_size in (64, 80, 96, 128, 192, 256):
+            fmt = Format.create(name, head_size)
+            launch = partial(launch_step, store, fmt, 1, torch.bfloat16)
+            yield Case("store", fmt, 1, launch, "_seal_kernel", None, quick=head_size == 128)
+    fmt = Format.create("kvq-int4", 128)
+    launch = partial(launch_step, write_ring, fmt, 1, torch.bfloat16)
+    yield Case("write_ring", fmt, 1, launch, "_write_ring_kernel", None, quick=True)
+
+
+def prefill_cases() -> Iterator[Case]:
+    """Formats, head sizes and GQA ratios of the prefill kernel, in bf16.
+
+    Instructions per token-head are those for all query rows of a program.
+    """
+    for name in ("kvq-int4", "kvq-k8v4", "kvq-int8"):
+        for head_size in (64, 80, 96, 128, 192, 256):
+            for gqa in (1, 4, 6, 8, 16):
+                fmt = Format.create(name, head_size)
+                launch = partial(launch_step, prefill, fmt, gqa, torch.bfloat16)
+                quick = (head_size, gqa) == (128, 4)
+                yield Case("prefill", fmt, gqa, launch, "_prefill_kernel", "SEALED_TILE", quick)
+
+
+REGISTRY: list[Callable[[], Iterator[Case]]] = [decode_cases, store_cases, prefill_cases]
 
 
 # --- recording launches ----------------------------------------------------------------------

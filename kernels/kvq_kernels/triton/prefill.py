@@ -206,8 +206,8 @@ def _scores(
     """
     unit = factor
     if SOFT_CAP:  # tanh x = 1 - 2 / (1 + exp(2 x)), also where exp overflows
-        cosh = 1.0 + tl.exp2(products * (factor * 2.885390081777927))
-        products = soft_cap * (1.0 - 2.0 / cosh)
+        exp_2x = tl.exp2(products * (factor * 2.885390081777927))
+        products = soft_cap * (1.0 - 2.0 / (1.0 + exp_2x))
         unit = 1.0
     if ALIBI:
         products = products * unit - slopes[:, None] * distances.to(tl.float32)
