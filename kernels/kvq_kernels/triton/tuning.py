@@ -1,0 +1,176 @@
+"""What the kernels' speed depends on and their results do not, by architecture.
+
+The environment variable ``KVQ_TUNING``, read at import, overrides any field of a kernel's tuning,
+on every shape::
+
+    KVQ_TUNING='{"decode": {"num_warps": 2, "num_stages": 4}}'
+
+Nothing here was timed yet: the values come from the compiler's output (see
+``benchmarks/compile_report.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from kvq_kernels.formats import Format
+from kvq_kernels.triton.common import is_interpreted
+
+OVERRIDES: dict[str, dict[str, int]] = json.loads(os.environ.get("KVQ_TUNING", "{}"))
+"""Kernel to field to value; programs that tune may change it."""
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """What the choice of a tuning needs to know of a device.
+
+    Attributes:
+        arch: ``sm_90``, ``gfx942`` and so on; ``interpreter`` on a CPU.
+        multiprocessors: streaming multiprocessors or compute units.
+
+    """
+
+    arch: str
+    multiprocessors: int
+
+    @property
+    def is_nvidia(self) -> bool:
+        return self.arch.startswith("sm_")
+
+
+@lru_cache(maxsize=64)
+def device_info(device: torch.device) -> DeviceInfo:
+    """Return what `device` is."""
+    if is_interpreted():
+        return DeviceInfo("interpreter", 4)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return DeviceInfo(properties.gcnArchName.split(":")[0], properties.multi_processor_count)
+    arch = f"sm_{properties.major}{properties.minor}"
+    return DeviceInfo(arch, properties.multi_processor_count)
+
+
+@dataclass(frozen=True)
+class DecodeTuning:
+    """How the decode kernel is cut.
+
+    Attributes:
+        num_warps: warps per program.
+        num_stages: depth of the software pipeline, the block table's load included.
+        tile: sealed tokens per iteration, a divisor of the key group size.
+        ring_tile: tokens of the ring per iteration.
+        max_rows: most query rows (query heads of a kv head times new tokens) per program.
+        min_rows: fewest rows of a matrix product.
+        programs_per_multiprocessor: what the split count aims at.
+        min_tiles_per_split: a split has at least this many tiles.
+
+    """
+
+    num_warps: int = 2
+    num_stages: int = 3
+    tile: int = 64
+    ring_tile: int = 16
+    max_rows: int = 16
+    min_rows: int = 8
+    programs_per_multiprocessor: int = 4
+    min_tiles_per_split: int = 4
+
+
+def decode_tuning(fmt: Format, rows: int, arch: str) -> DecodeTuning:
+    """Return the decode kernel's tuning.
+
+    Args:
+        fmt: format of the pages.
+        rows: query rows per kv head and request: heads that share it times new tokens.
+        arch: of the device.
+
+    """
+    tile = min(64, fmt.key_group_size)
+    if arch.startswith("gfx"):  # below 16 rows there is no matrix instruction
+        tuned = DecodeTuning(num_warps=2, num_stages=2, tile=tile, min_rows=16)
+    elif rows <= 8 and fmt.head_size <= 128 and arch != "sm_120":  # fewest instructions
+        tuned = DecodeTuning(num_warps=1, tile=tile, programs_per_multiprocessor=8)
+    else:
+        tuned = DecodeTuning(tile=tile)
+    return _overridden(tuned, "decode")
+
+
+@dataclass(frozen=True)
+class PrefillTuning:
+    """How the prefill kernel is cut.
+
+    Attributes:
+        num_warps: warps per program.
+        num_stages: depth of the software pipeline.
+        rows: query rows per program: tokens times heads.
+        sealed_tile: sealed tokens per iteration, a power of two up to the key group size.
+        open_tile: tokens of the open unit per iteration.
+        share: whether one warp dequantises for all; see ``prefill._once_per_program``.
+        rotation_width: channels of values that are rotated back in one matrix product.
+
+    """
+
+    num_warps: int = 8
+    num_stages: int = 2
+    rows: int = 128
+    sealed_tile: int = 64
+    open_tile: int = 32
+    share: bool = False
+    rotation_width: int = 64
+
+
+def prefill_tuning(fmt: Format, arch: str) -> PrefillTuning:
+    """Return the prefill kernel's tuning.
+
+    Args:
+        fmt: format of the pages.
+        arch: of the device.
+
+    """
+    if arch in ("sm_80", "sm_86", "sm_89", "sm_120"):  # operands of matrix products in registers
+        tile = 32 if fmt.head_size > 64 else 64
+        tuned = PrefillTuning(sealed_tile=tile, share=True, rotation_width=32)
+    else:
+        tuned = PrefillTuning()
+    tile = min(tuned.sealed_tile, fmt.key_group_size)
+    return _overridden(dataclasses.replace(tuned, sealed_tile=tile), "prefill")
+
+
+@dataclass(frozen=True)
+class SealTuning:
+    """How sealing a blob is cut.
+
+    Attributes:
+        num_warps: warps per program.
+        key_tile: bytes of a token's key codes per iteration.
+        value_tile: bytes of a channel's value codes per iteration, at least 16.
+
+    """
+
+    num_warps: int
+    key_tile: int
+    value_tile: int
+
+
+def seal_tuning(fmt: Format) -> SealTuning:
+    """Return tiles that leave a thread about 64 fp32 numbers, whatever the sizes."""
+    width = fmt.head_size * fmt.key_bits // 8
+    tuned = SealTuning(
+        num_warps=8 if fmt.head_size > 128 else 4,
+        key_tile=min(1 << (width - 1).bit_length(), 8192 // fmt.key_group_size),
+        value_tile=min(fmt.key_group_size * fmt.value_bits // 8, 32),
+    )
+    return _overridden(tuned, "seal")
+
+
+def _overridden(tuned: Any, kernel: str) -> Any:
+    """Return `tuned` with the fields that ``KVQ_TUNING`` names for `kernel`."""
+    overrides = OVERRIDES.get(kernel)
+    return dataclasses.replace(tuned, **overrides) if overrides else tuned
