@@ -16,10 +16,10 @@ from kvq_kernels import AttentionParams, Batch, Format, LayerCache, reference
 from kvq_kernels.triton import tuning
 from kvq_kernels.triton.decode import decode, workspace_bytes
 
-# Largest error over largest output. The kernel's own: it rounds query times scale and weight times
-# scale to fp16, 2^-12 each at most; that times a code of up to 15 (255) steps, where the value
-# itself is some 8 (128) steps, and a logit's error enters the weight whole. Seen: 2e-3.
-KERNEL_ERROR = 4e-3
+# Largest error over largest output. The kernel rounds query times scale and weight times scale to
+# fp16, 2^-12 each at most; a logit's error enters the weight whole, but over the many tokens that
+# have weight here the errors average out. Seen: 7e-5.
+KERNEL_ERROR = 5e-4
 # On top, both round their output once; the interpreter cuts fp32 to bf16 instead.
 LAST_PLACE = {torch.float32: 0.0, torch.float16: 2**-11, torch.bfloat16: 2**-7}
 
