@@ -16,10 +16,11 @@ from kvq_kernels import AttentionParams, Batch, Format, LayerCache, reference
 from kvq_kernels.triton import tuning
 from kvq_kernels.triton.decode import decode, workspace_bytes
 
-# Largest error over largest output. The kernel rounds query times scale and weight times scale to
-# fp16, 2^-12 each at most; a logit's error enters the weight whole, but over the many tokens that
-# have weight here the errors average out. Seen: 7e-5.
-KERNEL_ERROR = 5e-4
+# Largest error over largest output, in the rows that are written. The kernel rounds query times
+# scale and weight times scale to fp16, 2^-12 each at most. A logit's error enters the weight whole,
+# and a weight's error is multiplied by a code of up to 15 steps where the value itself, code and
+# zero together, is a few. Seen: 2.9e-3 with 4-bit values, 1.1e-3 with 8-bit ones.
+KERNEL_ERROR = {4: 4e-3, 8: 1.5e-3}  # by the bits of a value
 # On top, both round their output once; the interpreter cuts fp32 to bf16 instead.
 LAST_PLACE = {torch.float32: 0.0, torch.float16: 2**-11, torch.bfloat16: 2**-7}
 
@@ -38,15 +39,17 @@ class Step:
     def out(self) -> torch.Tensor:
         return torch.full_like(self.query, UNTOUCHED)
 
-    def check(self, bound: float = KERNEL_ERROR) -> torch.Tensor:
+    def check(self) -> torch.Tensor:
         """Compare with the oracle, and return the kernel's output."""
         expected, actual = self.out(), self.out()
         reference.decode(self.query, self.cache, self.batch, self.params, expected)
         decode(self.query, self.cache, self.batch, self.params, actual)
         assert torch.equal(actual == UNTOUCHED, expected == UNTOUCHED), "other rows were written"
-        expected, given = expected.float(), actual.float()
+        written = expected != UNTOUCHED
+        expected, given = expected[written].float(), actual[written].float()
         error = (given - expected).abs().max() / expected.abs().max()
-        assert error <= bound + LAST_PLACE[actual.dtype]
+        bound = KERNEL_ERROR[self.cache.fmt.value_bits] + LAST_PLACE[actual.dtype]
+        assert error <= bound
         return actual
 
 
