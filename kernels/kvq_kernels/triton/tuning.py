@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
 
 from kvq_kernels.formats import Format
 from kvq_kernels.triton.common import is_interpreted
@@ -93,9 +94,10 @@ def decode_tuning(fmt: Format, rows: int, arch: str) -> DecodeTuning:
 
     """
     tile = min(64, fmt.key_group_size)
+    row_bits = triton.next_power_of_2(fmt.head_size) * (fmt.key_bits + fmt.value_bits)
     if arch.startswith("gfx"):  # below 16 rows there is no matrix instruction
         tuned = DecodeTuning(num_warps=2, num_stages=2, tile=tile, min_rows=16)
-    elif rows <= 8 and fmt.head_size <= 128 and arch != "sm_120":  # fewest instructions
+    elif rows <= 8 and row_bits <= 1536 and arch != "sm_120":  # fewest instructions, no spills
         tuned = DecodeTuning(num_warps=1, tile=tile, programs_per_multiprocessor=8)
     else:
         tuned = DecodeTuning(tile=tile)
