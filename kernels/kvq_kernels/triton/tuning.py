@@ -139,6 +139,8 @@ def prefill_tuning(fmt: Format, arch: str) -> PrefillTuning:
     if arch in ("sm_80", "sm_86", "sm_89", "sm_120"):  # operands of matrix products in registers
         tile = 32 if fmt.head_size > 64 else 64
         tuned = PrefillTuning(sealed_tile=tile, share=True, rotation_width=32)
+    elif arch.startswith("gfx"):
+        tuned = PrefillTuning(sealed_tile=32)
     else:
         tuned = PrefillTuning()
     tile = min(tuned.sealed_tile, fmt.key_group_size)
@@ -162,11 +164,11 @@ class SealTuning:
 
 
 def seal_tuning(fmt: Format) -> SealTuning:
-    """Return tiles that leave a thread about 64 fp32 numbers, whatever the sizes."""
+    """Return tiles that leave a thread about 32 fp32 numbers at a time, whatever the sizes."""
     width = fmt.head_size * fmt.key_bits // 8
     tuned = SealTuning(
         num_warps=8 if fmt.head_size > 128 else 4,
-        key_tile=min(1 << (width - 1).bit_length(), 8192 // fmt.key_group_size),
+        key_tile=min(1 << (width - 1).bit_length(), 4096 // fmt.key_group_size),
         value_tile=min(fmt.key_group_size * fmt.value_bits // 8, 32),
     )
     return _overridden(tuned, "seal")
