@@ -36,14 +36,18 @@ lint: setup ## ruff and mypy
 	$(VENV_PYTHON) -m mypy
 
 # One thread for tests: engines and servers that run side by side would fight for the cores.
-test test-fast test-engine test-vllm-next sanitize: export OMP_NUM_THREADS := 1
+test test-fast test-triton test-engine test-vllm-next sanitize: export OMP_NUM_THREADS := 1
 
 .PHONY: test
-test: lint test-fast test-engine ## lint, then every test
+test: lint test-fast test-triton test-engine ## lint, then every test
 
 .PHONY: test-fast
 test-fast: setup ## the tests that start no vLLM engine
 	$(PYTEST) -m "not engine" $(ARGS)
+
+.PHONY: test-triton
+test-triton: setup ## the Triton kernels' tests, in Triton's interpreter
+	$(PYTEST) tests/triton $(ARGS)
 
 .PHONY: test-engine
 test-engine: setup ## the tests that start a vLLM engine
