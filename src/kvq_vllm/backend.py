@@ -187,9 +187,7 @@ def check_layer(selector_config: Any, device_capability: Any) -> None:
     refuse_layer(backend_for(fmt), selector_config, device_capability)
 
 
-def refuse_layer(
-    backend: type[KVQBackend], selector_config: Any, device_capability: Any
-) -> None:
+def refuse_layer(backend: type[KVQBackend], selector_config: Any, device_capability: Any) -> None:
     """Refuse a layer for the reasons that vLLM finds in what `backend` says of itself.
 
     Raises:

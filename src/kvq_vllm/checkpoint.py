@@ -58,9 +58,7 @@ def check_scales(model_config: Any) -> None:
             values.add(_layer_of(name))
     for layer, (file, name) in keys.items():
         if layer not in values:
-            raise KVQConfigError(
-                f"{file}: {name} has no counterpart for the values: {WAY_OUT}."
-            )
+            raise KVQConfigError(f"{file}: {name} has no counterpart for the values: {WAY_OUT}.")
 
 
 def _scheme(hf_config: Any) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def _wrap(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
     if getattr(function, "_kvq", False):
         return
     wrapped = functools.update_wrapper(wrap(function), function)
-    wrapped._kvq = True
+    wrapped._kvq = True  # type: ignore[attr-defined]
     setattr(owner, name, wrapped)
 
 
@@ -201,7 +201,11 @@ def _own_heads(scale: list[float], layer: Any, name: str, path: str) -> torch.Te
     """Return what belongs to this tensor-parallel rank, ``[1]`` or ``[num_kv_heads]``."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 
-    rank, ranks, own = get_tensor_model_parallel_rank(), get_tp_group().world_size, layer.num_kv_heads
+    rank, ranks, own = (
+        get_tensor_model_parallel_rank(),
+        get_tp_group().world_size,
+        layer.num_kv_heads,
+    )
     if len(scale) == 1:
         return torch.tensor(scale)
     if len(scale) == ranks * own:

@@ -28,6 +28,11 @@ class Fp8Layer:
         return reference.fake_quantise(key, value, self.key_scale, self.value_scale, self.fmt)
 
 
+def at_scale_one(name: str, head_size: int) -> Fp8Layer:
+    """A layer without calibration."""
+    return Fp8Layer(Fp8Format(name, head_size), torch.ones(1), torch.ones(1))
+
+
 @dataclass
 class PagedFp8Cache:
     """Owns the pages of some requests; free memory is 0xFF bytes, NaN in both types."""
@@ -98,9 +103,7 @@ def random_scales(num_kv_heads: int) -> torch.Tensor:
     return torch.rand(num_kv_heads) * 10.0 ** torch.randint(-3, 1, (num_kv_heads,)) + 1e-4
 
 
-def dense_attention(
-    sequence: Sequence, layer: Fp8Layer, params: AttentionParams
-) -> torch.Tensor:
+def dense_attention(sequence: Sequence, layer: Fp8Layer, params: AttentionParams) -> torch.Tensor:
     """Attention in fp64 over what PyTorch's own casts make of keys and values."""
     key, value = (
         _cast(x, scale, layer.fmt)

@@ -50,7 +50,9 @@ class Fp8Format:
 
     def __post_init__(self) -> None:
         if self.name not in FP8_DTYPES:
-            raise ValueError(f"Unknown format {self.name!r}: choose one of {', '.join(FP8_DTYPES)}.")
+            raise ValueError(
+                f"Unknown format {self.name!r}: choose one of {', '.join(FP8_DTYPES)}."
+            )
         if not supports_head_size(self.head_size):
             raise ValueError(
                 f"{self.name} does not support head size {self.head_size}: it must be a multiple "
