@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
-DTYPES = ("auto", "kvq-int8", "kvq-k8v4", "kvq-int4")
+DTYPES = ("auto", "kvq-fp8", "kvq-int8", "kvq-k8v4", "kvq-int4")
 ENGINE_CONTEXT = 8192
 PLANNED_CONTEXTS = (8192, 32768, 131072)
 PLANNED_MEMORY = 20 * GIB
@@ -110,8 +110,10 @@ def planned_capacity(cache_dtype: str, shape: Shape, max_model_len: int, memory:
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
+    from kvq_kernels.fp8 import is_fp8
     from kvq_vllm.backend import backend_for
     from kvq_vllm.config import KVQConfig, is_kvq
+    from kvq_vllm.fp8 import Fp8Backend
     from kvq_vllm.residual import LAYER_SUFFIX, residual_spec
 
     with tempfile.TemporaryDirectory() as folder:
@@ -132,7 +134,9 @@ def planned_capacity(cache_dtype: str, shape: Shape, max_model_len: int, memory:
     )
     layers = [f"model.layers.{i}.self_attn.attn" for i in range(shape.num_layers)]
     specs: dict[str, KVCacheSpec] = {}
-    if ours:
+    if is_fp8(cache_dtype):
+        pages = Fp8Backend.customize_spec(pages)
+    elif ours:
         fmt = KVQConfig().format(cache_dtype, shape.head_size)
         pages = backend_for(fmt).customize_spec(pages)
         ring = residual_spec(pages, fmt, torch.bfloat16, 0, pages.page_size_bytes)

@@ -2,6 +2,7 @@
 """How far a quantised cache moves the model's predictions, measured through vLLM.
 
     python benchmarks/quality.py [--json out.json] [--windows 3]
+    python benchmarks/quality.py --fp8 [CHECKPOINT...]
 
 Scores windows of news text with ``prompt_logprobs``. By the rule that decides which positions
 are read quantised, a prompt token sees exactly what a decoded token at its position would see.
@@ -10,6 +11,9 @@ The KL divergence to ``--kv-cache-dtype auto`` is taken over the tokens that bot
 among their most likely ones, and all others as one: a lower bound, about 4% below the
 divergence over the whole vocabulary.
 Standard errors treat positions as independent.
+
+With ``--fp8`` it compares where fp8 scales come from: 1.0, measured at start-up, and those of
+checkpoints that ``examples/calibrate_fp8`` wrote.
 """
 
 from __future__ import annotations
@@ -31,6 +35,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.setup_env import CORPUS, MODEL
 
 DTYPES = ("kvq-int8", "kvq-k8v4", "kvq-int4")
+FP8_SCALES: tuple[tuple[str, dict[str, object]], ...] = (
+    ("kvq-fp8", {"scales": "ones"}),
+    ("kvq-fp8", {"scales": "warmup", "scale_per": "tensor"}),
+    ("kvq-fp8", {"scales": "warmup", "scale_per": "head"}),
+    ("kvq-fp8_e5m2", {"scales": "ones"}),
+    ("kvq-fp8_e5m2", {"scales": "warmup", "scale_per": "head"}),
+)
 WINDOW = 1500
 TOP_LOGPROBS = 1000
 BOS = 1  # SmolLM2's <|im_start|>, which begins every conversation
@@ -83,12 +94,12 @@ def windows(count: int) -> list[list[int]]:
     return [[BOS, *tokens[i * size : (i + 1) * size]] for i in range(count)]
 
 
-def predict(cache_dtype: str, count: int, options: dict[str, object]) -> Predictions:
+def predict(cache_dtype: str, count: int, options: dict[str, object], model: str) -> Predictions:
     """Score the windows with an engine in this process."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=str(MODEL),
+        model=model,
         dtype="float32",
         enforce_eager=True,
         kv_cache_dtype=cache_dtype,
@@ -137,13 +148,15 @@ def compare(cache_dtype: str, p: Predictions, q: Predictions) -> Quality:
     )
 
 
-def predict_in_own_process(cache_dtype: str, count: int, options: str) -> Predictions:
+def predict_in_own_process(
+    cache_dtype: str, count: int, options: str, model: Path = MODEL
+) -> Predictions:
     """Run :func:`predict` in a fresh interpreter, because an engine leaves state behind."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "predictions.npz"
         arguments = ["--child", cache_dtype, str(out), "--windows", str(count)]
         subprocess.run(
-            [sys.executable, __file__, *arguments, "--options", options],
+            [sys.executable, __file__, *arguments, "--options", options, "--model", str(model)],
             check=True,
             stdout=subprocess.DEVNULL,
         )
@@ -163,11 +176,27 @@ def measure(dtypes: Sequence[str], count: int, options: str = "{}") -> list[Qual
     return [compare(d, auto, predict_in_own_process(d, count, options)) for d in dtypes]
 
 
+def measure_fp8(checkpoints: Sequence[Path], count: int) -> list[Quality]:
+    """Compare fp8 with each source of scales with "auto"; `cache_dtype` says which."""
+    auto = predict_in_own_process("auto", count, "{}")
+    rows = []
+    for cache_dtype, options in FP8_SCALES:
+        label = " ".join([cache_dtype, *map(str, options.values())])
+        predictions = predict_in_own_process(cache_dtype, count, json.dumps(options))
+        rows.append(compare(label, auto, predictions))
+    for checkpoint in checkpoints:
+        predictions = predict_in_own_process("kvq-fp8", count, "{}", checkpoint)
+        rows.append(compare(f"kvq-fp8 {checkpoint.name}", auto, predictions))
+    return rows
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--windows", type=int, default=3, help="windows of 1,500 tokens")
     parser.add_argument("--options", default="{}", help='JSON for additional_config["kvq"]')
+    parser.add_argument("--fp8", nargs="*", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("--model", default=str(MODEL), help=argparse.SUPPRESS)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -176,14 +205,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if options.child:
         cache_dtype, out = options.child
-        predictions = predict(cache_dtype, options.windows, json.loads(options.options))
+        predictions = predict(
+            cache_dtype, options.windows, json.loads(options.options), options.model
+        )
         np.savez(out, **vars(predictions))
         return
-    rows = measure(DTYPES, options.windows, options.options)
-    print(f"{'cache dtype':12} {'positions':>9} {'KL x1e-3':>16} {'dNLL x1e-3':>16} {'top-1 %':>8}")
+    if options.fp8 is not None:
+        rows = measure_fp8(options.fp8, options.windows)
+    else:
+        rows = measure(DTYPES, options.windows, options.options)
+    width = max(len(r.cache_dtype) for r in rows)
+    titles = f"{'positions':>9} {'KL x1e-3':>16} {'dNLL x1e-3':>16} {'top-1 %':>8}"
+    print(f"{'cache dtype':{width}} {titles}")
     for r in rows:
         print(
-            f"{r.cache_dtype:12} {r.positions:9} {r.kl * 1e3:8.3f} ±{r.kl_error * 1e3:6.3f} "
+            f"{r.cache_dtype:{width}} {r.positions:9} {r.kl * 1e3:8.3f} ±{r.kl_error * 1e3:6.3f} "
             f"{r.delta_nll * 1e3:+8.2f} ±{r.delta_nll_error * 1e3:6.2f} "
             f"{r.top1_agreement * 100:8.2f}"
         )

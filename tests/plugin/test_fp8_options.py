@@ -65,11 +65,11 @@ def test_measuring_needs_all_layers_and_no_adapters(llama: Path) -> None:
     config = create_config(llama, kv_cache_dtype="kvq-fp8", **kvq(scales="warmup"))
     checks.check_config(config)
     config.parallel_config.pipeline_parallel_size = 2
-    with pytest.raises(KVQConfigError, match="--pipeline-parallel-size above 1.*scales_in"):
+    with pytest.raises(KVQConfigError, match=r"--pipeline-parallel-size above 1.*scales_in"):
         checks.check_config(config)
     config.parallel_config.pipeline_parallel_size = 1
     config.lora_config = object()
-    with pytest.raises(KVQConfigError, match="--enable-lora cannot be combined.*scales_in"):
+    with pytest.raises(KVQConfigError, match=r"--enable-lora cannot be combined.*scales_in"):
         checks.check_config(config)
 
 

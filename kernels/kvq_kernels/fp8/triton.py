@@ -65,10 +65,7 @@ def to_fp16(codes, E4M3: tl.constexpr, NATIVE: tl.constexpr):
             return codes.to(tl.float8e5, bitcast=True).to(tl.float16)
     else:
         wide = codes.to(tl.int16)
-        if E4M3:
-            bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        else:
-            bits = wide << 8
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7) if E4M3 else wide << 8
         return bits.to(tl.float16, bitcast=True)
 
 
