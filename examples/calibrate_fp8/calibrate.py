@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.setup_env import CORPUS, MODEL
 
-DOCUMENTS = 64
-MAX_TOKENS = 512
+DOCUMENTS = 32
+MAX_TOKENS = 256
 
 
 def main() -> None:

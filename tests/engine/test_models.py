@@ -68,9 +68,10 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_model_equals_the_dense_reference(
-    name: str, make_model: Callable[[Path], Path], head_size: int, tmp_path: Path
+    name: str, make_model: Callable[..., Path], head_size: int, tmp_path: Path
 ) -> None:
-    model = make_model(tmp_path)
+    # Weights of the usual range amplify rounding, and fp8 rounds much.
+    model = make_model(tmp_path, **({"initializer_range": 0.1} if is_fp8(name) else {}))
     tokens = run(model, name, max_num_batched_tokens=97, max_num_seqs=16)
     assert mismatches(model, format_of(name, head_size), tokens) == 0
     if name != "kvq-int8":
