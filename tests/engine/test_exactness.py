@@ -13,13 +13,10 @@ import pytest
 import torch
 from support import engines
 from support.dense import DenseModel
-from support.fp8 import Fp8Layer, at_scale_one
 from support.models import corpus_tokens, smollm2
 
 from kvq_kernels import SCHEMES, Format
-from kvq_kernels.fp8 import is_fp8
 
-NAMES = (*SCHEMES, "kvq-fp8")
 NEW_TOKENS = 45
 # Around the unit of 128 tokens, several units, and prefixes of each other.
 LENGTHS = [31, 63, 64, 65, 127, 128, 129, 200, 257, 300, 520]
@@ -36,10 +33,6 @@ def repetitive_prompts() -> list[list[int]]:
     """Prompts that invite n-gram drafts, ending a few tokens before and after a unit's end."""
     text = corpus_tokens(2000)
     return [(text[:40] * 8)[:n] for n in (118, 122, 126, 127, 128, 129, 250, 255)]
-
-
-def format_of(name: str) -> Format | Fp8Layer:
-    return at_scale_one(name, 64) if is_fp8(name) else Format.create(name, 64)
 
 
 def run(name: str, inputs: list[list[int]], **options: object) -> list[list[int]]:
@@ -68,16 +61,16 @@ def assert_same(
     changed = [i for i in range(len(inputs)) if tokens[i] != expected[i]]
     assert len(changed) <= 2
     if changed:
-        reference = DenseModel(smollm2(), format_of(name))
+        reference = DenseModel(smollm2(), Format.create(name, 64))
         result = reference.judge([inputs[i] for i in changed], [tokens[i] for i in changed])
         assert result.mismatches == 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_tokens_equal_the_dense_reference(name: str) -> None:
     tokens, logprobs = plain(name)
     assert sum(map(len, tokens)) >= 400
-    reference = DenseModel(smollm2(), format_of(name)).judge(prompts(), tokens)
+    reference = DenseModel(smollm2(), Format.create(name, 64)).judge(prompts(), tokens)
     assert reference.mismatches == 0
 
     def distance(other: list[list[float]]) -> float:
@@ -93,13 +86,13 @@ def test_tokens_equal_the_dense_reference(name: str) -> None:
 
 
 @pytest.mark.parametrize("budget", [64, 97])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_chunked_prefill(name: str, budget: int) -> None:
     tokens = run(name, prompts(), max_num_batched_tokens=budget, max_num_seqs=16)
     assert_same(name, prompts(), tokens, plain_tokens(name))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_prefix_caching_cold_and_hit(name: str) -> None:
     expected = plain_tokens(name)
     with engines.engine(smollm2(), kv_cache_dtype=name, enable_prefix_caching=True) as llm:
@@ -119,13 +112,13 @@ def test_prefix_hit_on_what_a_request_of_the_same_step_computes() -> None:
     assert_same("kvq-int4", inputs, together, alone)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_preemption(name: str) -> None:
     """Six requests fit while they have one page each, and not when they grow to two."""
     text = corpus_tokens(2000)
     inputs = [text[100 * i : 100 * i + n] for i, n in enumerate((100, 105, 110, 115, 120, 127))]
     expected = run(name, inputs)
-    ring_blocks = {"kvq-int8": 4, "kvq-k8v4": 8, "kvq-int4": 8, "kvq-fp8": 0}[name]
+    ring_blocks = {"kvq-int8": 4, "kvq-k8v4": 8, "kvq-int4": 8}[name]
     with engines.engine(
         smollm2(),
         kv_cache_dtype=name,
@@ -138,14 +131,14 @@ def test_preemption(name: str) -> None:
         assert free == total
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_poisoned_cache_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engines.poison_cache(monkeypatch)
     tokens = run(name, prompts(), max_num_batched_tokens=97, max_num_seqs=16)
     assert_same(name, prompts(), tokens, plain_tokens(name))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_speculation_with_rejections_across_units(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,23 @@ def test_scales_of_llm_compressor(llama: Path, tmp_path: Path, strategy: str, na
         assert engines.generate(llm, prompts(), NEW_TOKENS) == tokens
 
 
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
+def test_a_checkpoint_of_the_example(strategy: str, tmp_path: Path) -> None:
+    model, table = checkpoints.of_llm_compressor(models.smollm2(), tmp_path / "model", strategy)
+    text = models.corpus_tokens(300)
+    inputs = [text[:n] for n in (31, 129, 300)]
+    with engines.engine(model, kv_cache_dtype="kvq-fp8") as llm:
+        keys, values = scales_of(llm)
+        tokens, logprobs = engines.generate_with_logprobs(llm, inputs, NEW_TOKENS)
+    assert torch.equal(torch.stack([keys, values], 1), table.expand(-1, 2, 3))
+
+    # Over 30 layers, keys that differ in the last bit round to other codes, and those to more:
+    # compare with the unquantised model, from which calibrated fp8 is not far.
+    exact = DenseModel(models.smollm2(), None).judge(inputs, tokens)
+    difference = torch.tensor(exact.logprobs) - torch.tensor(logprobs)
+    assert 0 < difference.abs().mean() < 0.15
+
+
 def test_scales_of_vllms_own_fp8_checkpoints(llama: Path, tmp_path: Path) -> None:
     """Another of vLLM's loaders: scalars that only it creates for a quantised cache dtype."""
     tensors = {
@@ -141,6 +158,61 @@ def test_without_scales_a_checkpoint_runs_at_one_with_a_warning(
     with start(llama, kvq={"scales": "ones"}) as llm:
         assert (torch.stack(scales_of(llm)) == 1).all()
     assert not any("no KV cache scales" in w for w in warnings)
+
+
+# --- whatever the engine does ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 64, "max_num_seqs": 16},
+        {"enable_prefix_caching": True, "block_size": 32},
+        {"poisoned": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_the_same_tokens_whatever_the_engine_does(
+    llama: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if options == {"poisoned": True}:
+        engines.poison_cache(monkeypatch)
+        options = {"max_num_batched_tokens": 97, "max_num_seqs": 16}
+    with start(llama, **options) as llm:
+        for _ in range(2):  # the second time with prefix hits, where that is on
+            assert_exact(llm, llama)
+        if "enable_prefix_caching" in options:
+            assert engines.metric(llm, "vllm:prefix_cache_hits") > 0
+
+
+def test_preemption(llama: Path) -> None:
+    """Six requests fit while they have one page each, and not when they grow to two."""
+    text = prompts()[-1]
+    inputs = [text[10 * i : 10 * i + n] for i, n in enumerate((100, 105, 110, 115, 120, 127))]
+    with start(llama, max_model_len=512, num_gpu_blocks_override=8) as llm:
+        tokens = engines.generate(llm, inputs, NEW_TOKENS)
+        assert engines.metric(llm, "vllm:num_preemptions") > 0
+    reference = DenseModel(llama, at_scale_one("kvq-fp8", 64))
+    assert reference.judge(inputs, tokens).mismatches == 0
+
+
+def test_speculation_with_rejections(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # vLLM's n-gram drafter leaves modules behind that a later engine of the process trips over.
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    drafts = {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
+    inputs = [(prompts()[-1][:40] * 8)[:n] for n in (100, 126, 129, 250)]
+    with start(llama, speculative_config=drafts) as llm:
+        tokens = engines.generate(llm, inputs, NEW_TOKENS)
+        proposed = engines.metric(llm, "vllm:spec_decode_num_draft_tokens")
+        accepted = engines.metric(llm, "vllm:spec_decode_num_accepted_tokens")
+    assert accepted < proposed
+    reference = DenseModel(llama, at_scale_one("kvq-fp8", 64))
+    assert reference.judge(inputs, tokens).mismatches == 0
 
 
 # --- measured at start-up ----------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+_LLM_COMPRESSOR = Path(__file__).parents[1] / "data" / "llm_compressor_smollm2.json"
 KV_SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 
 
@@ -53,6 +54,36 @@ def with_scales(
             "kv_cache_scheme": KV_SCHEME | {"strategy": strategy},
         },
     )
+
+
+def of_llm_compressor(model: Path, folder: Path, strategy: str) -> tuple[Path, torch.Tensor]:
+    """Rebuild a checkpoint that ``examples/calibrate_fp8`` wrote for SmolLM2.
+
+    Its weights are the model's own; its scales and its ``quantization_config`` lie in tests/data.
+
+    Returns:
+        the folder, and the scales ``[layer, key or value, 1 or kv heads]``.
+
+    """
+    written = json.loads(_LLM_COMPRESSOR.read_text())[strategy]
+    scales = {
+        name: torch.tensor(scale).view(written["shape"])
+        for name, scale in written["scales"].items()
+    }
+    folder.mkdir()
+    for file in model.iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file)
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = written["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(scales, folder / "scales.safetensors")
+    layers = config["num_hidden_layers"]
+    table = [
+        torch.stack([scales[f"model.layers.{i}.self_attn.{n}_scale"].flatten() for n in "kv"])
+        for i in range(layers)
+    ]
+    return folder, torch.stack(table)
 
 
 def with_int4_weights(model: Path, folder: Path, group_size: int = 32) -> Path:
