@@ -123,7 +123,9 @@ def tiny_qwen2(folder: Path, **overrides: Any) -> Path:
     """Save a random Qwen 2: biases on queries, keys and values."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    return _save(folder, Qwen2ForCausalLM, Qwen2Config(**(_sizes() | overrides)))
+    # Qwen 2 has no head_dim of its own in vLLM: heads share the hidden size.
+    sizes = _sizes() | {"hidden_size": 256}
+    return _save(folder, Qwen2ForCausalLM, Qwen2Config(**(sizes | overrides)))
 
 
 def tiny_qwen3(folder: Path, **overrides: Any) -> Path:
