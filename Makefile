@@ -90,8 +90,22 @@ bench: setup ## speed: the C++ kernels against vLLM's, then the engine end to en
 pictures: setup ## draw docs/images/ again
 	$(VENV_PYTHON) tools/draw_capacity.py
 
+EXAMPLE_VENV := .venv-example
+EXAMPLE_OUT := $(or $(KVQ_CACHE_DIR),$(HOME)/.cache/kvq-vllm)/smollm2-135m-fp8
+
+.PHONY: example-fp8
+example-fp8: setup ## calibrate fp8 scales with llm-compressor, and serve with them
+	test -x $(EXAMPLE_VENV)/bin/python || $(PYTHON) -m venv $(EXAMPLE_VENV)
+	$(EXAMPLE_VENV)/bin/python -m pip install --quiet -r examples/calibrate_fp8/requirements.txt
+	for strategy in tensor attn_head; do \
+	    $(EXAMPLE_VENV)/bin/python examples/calibrate_fp8/calibrate.py \
+	        "$(EXAMPLE_OUT)-$$strategy" --strategy $$strategy || exit 1; \
+	done
+	$(VENV_PYTHON) examples/calibrate_fp8/serve.py \
+	    "$(EXAMPLE_OUT)-tensor" "$(EXAMPLE_OUT)-attn_head"
+
 .PHONY: clean
 clean: ## remove environments, caches and build results
-	rm -rf .venv .venv-next .venv-triton build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-next .venv-triton .venv-example build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -rf kernels/*.egg-info src/*.egg-info *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 GIB = 1 << 30
-DTYPES = ("auto", "kvq-int8", "kvq-k8v4", "kvq-int4")
+DTYPES = ("auto", "kvq-fp8", "kvq-int8", "kvq-k8v4", "kvq-int4")
 ENGINE_CONTEXT = 8192
 PLANNED_CONTEXTS = (8192, 32768, 131072)
 PLANNED_MEMORY = 20 * GIB

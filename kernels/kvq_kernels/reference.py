@@ -219,7 +219,7 @@ def seal(key: torch.Tensor, value: torch.Tensor, cache: LayerCache, batch: Batch
 
     """
     fmt = cache.fmt
-    for request, rows, start, end in _requests(batch):
+    for request, rows, start, end in requests_of(batch):
         first_unit, end_unit = start // fmt.unit_size, end // fmt.unit_size
         if first_unit == end_unit:
             continue
@@ -246,7 +246,7 @@ def write_ring(key: torch.Tensor, value: torch.Tensor, cache: LayerCache, batch:
         batch: which tokens belong to which request.
 
     """
-    for request, rows, start, end in _requests(batch):
+    for request, rows, start, end in requests_of(batch):
         written = max(start, end - cache.ring_capacity)
         positions = torch.arange(written, end, device=key.device)
         blocks, slots = _ring_slots(cache, request, positions)
@@ -291,7 +291,7 @@ def decode(
         out: written, shape of `query`, any float dtype.
 
     """
-    for request, rows, start, end in _requests(batch):
+    for request, rows, start, end in requests_of(batch):
         open_start = start // cache.fmt.unit_size * cache.fmt.unit_size
         k, v = _ring_tokens(cache, request, open_start, end)
         _attend(query, k, v, cache, request, rows, start, params, out)
@@ -318,7 +318,7 @@ def prefill(
         out: written, shape of `query`, any float dtype.
 
     """
-    for request, rows, start, _ in _requests(batch):
+    for request, rows, start, _ in requests_of(batch):
         k, v = _open_unit(cache, request, start)
         k, v = torch.cat([k, key[rows]]), torch.cat([v, value[rows]])
         _attend(query, k, v, cache, request, rows, start, params, out)
@@ -350,7 +350,7 @@ def workspace_bytes(
     return 0
 
 
-def _requests(batch: Batch) -> Iterator[tuple[int, slice, int, int]]:
+def requests_of(batch: Batch) -> Iterator[tuple[int, slice, int, int]]:
     """Yield (request, rows of its new tokens, first position, end position)."""
     starts, lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
     for request, end in enumerate(lens):

@@ -219,13 +219,23 @@ def check_layer(selector_config: Any, device_capability: Any) -> None:
     """
     config = KVQConfig.parse(get_current_vllm_config().additional_config)
     fmt = config.format(selector_config.kv_cache_dtype, selector_config.head_size)
-    reasons = backend_for(fmt).validate_configuration(
+    refuse_layer(backend_for(fmt), selector_config, device_capability)
+
+
+def refuse_layer(backend: type[KVQBackend], selector_config: Any, device_capability: Any) -> None:
+    """Refuse a layer for the reasons that vLLM finds in what `backend` says of itself.
+
+    Raises:
+        KVQConfigError: there are reasons.
+
+    """
+    reasons = backend.validate_configuration(
         device_capability=device_capability, **selector_config._asdict()
     )
     if reasons:
         raise KVQConfigError(
-            f"--kv-cache-dtype {fmt.name} does not support a layer of this model "
-            f"({'; '.join(reasons)}): use --kv-cache-dtype auto."
+            f"--kv-cache-dtype {selector_config.kv_cache_dtype} does not support a layer of this "
+            f"model ({'; '.join(reasons)}): use --kv-cache-dtype auto."
         )
 
 
@@ -288,7 +298,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         layers = self.vllm_config.compilation_config.static_forward_context
         name = next(name for name, layer in layers.items() if getattr(layer, "impl", None) is self)
         layer = layers[name]
-        _check_attention_class(name, layer, self.kv_cache_dtype)
+        check_attention_class(name, layer, self.kv_cache_dtype)
         self.residual_name = name + LAYER_SUFFIX
         if self.residual_name not in layers:
             layer.attn_backend = backend_for(self.fmt)
@@ -405,7 +415,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         kernels.write_ring(key, value, part, metadata.prefills)
 
 
-def _check_attention_class(name: str, layer: Any, cache_dtype: str) -> None:
+def check_attention_class(name: str, layer: Any, cache_dtype: str) -> None:
     """Refuse layers that change what an ``Attention`` layer's cache holds."""
     if type(layer) is not Attention or layer.head_size_v != layer.head_size:
         raise KVQConfigError(

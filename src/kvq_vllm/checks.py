@@ -12,6 +12,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from kvq_kernels.fp8 import BLOCK_SIZE_MULTIPLE, is_fp8
 from kvq_vllm.config import KVQConfig, KVQConfigError, is_kvq
 
 SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
@@ -48,8 +49,11 @@ def check_config(vllm_config: Any) -> None:
     cache_dtype = vllm_config.cache_config.cache_dtype
     assert is_kvq(cache_dtype)
     config = KVQConfig.parse(vllm_config.additional_config)
+    config.refuse_useless(cache_dtype)
     _check_model(cache_dtype, vllm_config.model_config, config)
     _check_block_size(vllm_config.cache_config, config)
+    if is_fp8(cache_dtype):
+        _check_scales(vllm_config, config)
     _check_parallel(cache_dtype, vllm_config.parallel_config)
     _check_connectors(cache_dtype, vllm_config)
     _check_speculation(cache_dtype, vllm_config.speculative_config)
@@ -83,15 +87,16 @@ def _check_model(cache_dtype: str, model_config: Any, config: KVQConfig) -> None
     head_size = model_config.get_head_size()
     if getattr(text_config, "v_head_dim", None) not in (None, head_size):
         _refuse(option, "does not support values of another head size than keys", auto)
-    config.format(cache_dtype, head_size)
+    (config.fp8_format if is_fp8(cache_dtype) else config.format)(cache_dtype, head_size)
 
 
 def _check_block_size(cache_config: Any, config: KVQConfig) -> None:
-    unit = config.unit_size
+    fp8 = is_fp8(cache_config.cache_dtype)
+    unit = BLOCK_SIZE_MULTIPLE if fp8 else config.unit_size
     if cache_config.user_specified_block_size and cache_config.block_size % unit:
         _refuse(
             f"--block-size {cache_config.block_size}",
-            f"is no multiple of the kvq unit size {unit}",
+            f"is no multiple of {'' if fp8 else 'the kvq unit size '}{unit}",
             f"use a multiple of {unit}, or leave --block-size out",
         )
     match_unit = cache_config.prefix_match_unit
@@ -102,6 +107,24 @@ def _check_block_size(cache_config: Any, config: KVQConfig) -> None:
             "whole",
             "leave --prefix-match-unit out",
         )
+
+
+def _check_scales(vllm_config: Any, config: KVQConfig) -> None:
+    """Check where fp8 scales come from, as far as it shows before the model loads."""
+    from kvq_vllm import checkpoint, scales
+
+    if config.scales == "warmup":
+        way_out = 'write them with "scales_out" in a plain set-up and use "scales_in" here'
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            _refuse("--pipeline-parallel-size", 'above 1 cannot measure "scales" yet', way_out)
+        if vllm_config.lora_config is not None:
+            _refuse("--enable-lora", 'cannot be combined with "scales": "warmup" yet', way_out)
+        if config.scales_out is not None:
+            scales.check_writable(config.scales_out)
+    elif config.scales_in is not None:
+        scales.read_scales(config.scales_in, vllm_config.cache_config.cache_dtype)
+    elif config.scales == "checkpoint" and vllm_config.model_config is not None:
+        checkpoint.check_scales(vllm_config.model_config)
 
 
 def _check_parallel(cache_dtype: str, parallel_config: Any) -> None:
@@ -123,8 +146,8 @@ def _check_connectors(cache_dtype: str, vllm_config: Any) -> None:
     if connector is not None and connector not in TESTED_CONNECTORS:
         _refuse(
             "--kv-transfer-config",
-            f"with connector {connector} is not known to work with {dtype_option}, whose newest "
-            "tokens lie outside the pages",
+            f"with connector {connector} is not known to work with {dtype_option}"
+            + ("" if is_fp8(cache_dtype) else ", whose newest tokens lie outside the pages"),
             "leave it out, or use --kv-cache-dtype auto",
         )
 

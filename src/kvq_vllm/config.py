@@ -9,9 +9,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvq_kernels.formats import DTYPE_PREFIX, SCHEMES, Format
+from kvq_kernels.fp8 import FP8_DTYPES, Fp8Format, is_fp8
 from kvq_vllm.errors import KVQError
 
 OPTION = 'additional_config["kvq"]'
+
+UNIT_KEYS = frozenset({"unit_size", "key_group_size"})
+"""Options of the formats that seal units; all others are those of the fp8 formats."""
 
 
 class KVQConfigError(KVQError):
@@ -31,6 +35,20 @@ class KVQConfig(BaseModel):
         description="Tokens that share a scale per key channel; None: 64 for 4-bit keys, "
         "else unit_size.",
     )
+    scales: Literal["checkpoint", "ones", "warmup"] = Field(
+        "checkpoint",
+        description="Where fp8 scales come from: the checkpoint, 1.0 where it has none; always "
+        "1.0; or measured on random tokens at start-up.",
+    )
+    scale_per: Literal["tensor", "head"] = Field(
+        "head", description="What shares a scale that is measured at start-up."
+    )
+    scales_out: str | None = Field(
+        None, description="File to write the scales to that were measured at start-up."
+    )
+    scales_in: str | None = Field(
+        None, description="File to read fp8 scales from, instead of any other source."
+    )
 
     @field_validator("unit_size", "key_group_size", mode="before")
     @classmethod
@@ -38,6 +56,16 @@ class KVQConfig(BaseModel):
         if value is not None and type(value) is not int:  # 128.0 and true would pass as equal
             raise ValueError(f"is {value!r} but must be a whole number")
         return value
+
+    @model_validator(mode="after")
+    def _scale_options_fit(self) -> KVQConfig:
+        given = self.model_fields_set
+        if self.scales_in is not None:
+            if others := sorted(given & {"scales", "scale_per", "scales_out"}):
+                raise ValueError(f"scales_in replaces {others[0]}, so leave one of them out")
+        elif self.scales != "warmup" and (useless := sorted(given & {"scale_per", "scales_out"})):
+            raise ValueError(f'{useless[0]} has an effect only with "scales": "warmup"')
+        return self
 
     @model_validator(mode="after")
     def _group_fits_unit(self) -> KVQConfig:
@@ -79,6 +107,33 @@ class KVQConfig(BaseModel):
         except ValidationError as error:
             raise KVQConfigError(_describe(error)) from None
 
+    def refuse_useless(self, cache_dtype: str) -> None:
+        """Refuse options that are given but mean nothing to `cache_dtype`.
+
+        Raises:
+            KVQConfigError: there is such an option.
+
+        """
+        fp8_keys = self.model_fields_set - UNIT_KEYS
+        useless = self.model_fields_set & UNIT_KEYS if is_fp8(cache_dtype) else fp8_keys
+        if useless:
+            raise KVQConfigError(
+                f"{OPTION} has {sorted(useless)[0]}, which has no effect with --kv-cache-dtype "
+                f"{cache_dtype}: leave it out."
+            )
+
+    def fp8_format(self, cache_dtype: str, head_size: int) -> Fp8Format:
+        """Return the fp8 format of a layer with `head_size`.
+
+        Raises:
+            KVQConfigError: a head size without kernels.
+
+        """
+        try:
+            return Fp8Format(cache_dtype, head_size)
+        except ValueError as error:
+            raise _unusable(cache_dtype, error) from None
+
     def format(self, cache_dtype: str, head_size: int) -> Format:
         """Return the format of a layer with `head_size`.
 
@@ -89,10 +144,7 @@ class KVQConfig(BaseModel):
         try:
             return Format.create(cache_dtype, head_size, self.unit_size, self.key_group_size)
         except ValueError as error:
-            raise KVQConfigError(
-                f"--kv-cache-dtype {cache_dtype} cannot be used: {error} "
-                "Use --kv-cache-dtype auto for this model."
-            ) from None
+            raise _unusable(cache_dtype, error) from None
 
 
 def is_kvq(cache_dtype: str | None) -> bool:
@@ -101,7 +153,14 @@ def is_kvq(cache_dtype: str | None) -> bool:
 
 
 def dtype_names() -> tuple[str, ...]:
-    return tuple(SCHEMES)
+    return (*SCHEMES, *FP8_DTYPES)
+
+
+def _unusable(cache_dtype: str, error: ValueError) -> KVQConfigError:
+    return KVQConfigError(
+        f"--kv-cache-dtype {cache_dtype} cannot be used: {error} "
+        "Use --kv-cache-dtype auto for this model."
+    )
 
 
 def _allowed_keys() -> str:

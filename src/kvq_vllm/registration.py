@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kvq_kernels.fp8 import is_fp8
 from kvq_vllm.checks import OUR_BACKEND, check_config
 from kvq_vllm.config import OPTION, KVQConfig, KVQConfigError, dtype_names, is_kvq
 
@@ -24,6 +25,7 @@ UNUSED_OPTIONS = (
     f"{OPTION} has no effect: --kv-cache-dtype is not one of {', '.join(dtype_names())}."
 )
 BACKEND_PATH = "kvq_vllm.backend.KVQBackend"
+FP8_BACKEND_PATH = "kvq_vllm.fp8.Fp8Backend"
 
 
 def register_dtypes() -> None:
@@ -47,8 +49,9 @@ def _register_handlers(cache: Any) -> None:
             return torch.uint8
 
         def quant_mode(self) -> KVQuantMode:
-            # Scales are part of the page: vLLM has none to load, apply or warn about.
-            return KVQuantMode.NONE
+            # FP8 makes vLLM load the checkpoint's scales. The others have theirs in the page:
+            # vLLM has none to load, apply or warn about.
+            return KVQuantMode.FP8_PER_TENSOR if is_fp8(self.name) else KVQuantMode.NONE
 
     for name in dtype_names():
         if not cache.is_known_kv_cache_dtype(name):
@@ -94,9 +97,15 @@ def register_routing() -> None:
             cls: type, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
         ) -> str:
             if is_kvq(attn_selector_config.kv_cache_dtype):
-                from kvq_vllm.backend import check_layer
+                capability = current_platform.get_device_capability()
+                if is_fp8(attn_selector_config.kv_cache_dtype):
+                    from kvq_vllm import fp8
 
-                check_layer(attn_selector_config, current_platform.get_device_capability())
+                    fp8.check_layer(attn_selector_config, capability)
+                    return FP8_BACKEND_PATH
+                from kvq_vllm import backend
+
+                backend.check_layer(attn_selector_config, capability)
                 return BACKEND_PATH
             return original(cls, selected_backend, attn_selector_config, *args, **kwargs)
 
@@ -126,6 +135,8 @@ def register_config_check() -> None:
 def _default_block_size(vllm_config: Any) -> None:
     """Where the user chose no block size, make it hold whole units."""
     cache_config = vllm_config.cache_config
+    if is_fp8(cache_config.cache_dtype):
+        return  # any block size of vLLM's
     unit_size = KVQConfig.parse(vllm_config.additional_config).unit_size
     if not cache_config.user_specified_block_size and cache_config.block_size % unit_size:
         cache_config.block_size = unit_size

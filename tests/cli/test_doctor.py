@@ -15,6 +15,7 @@ import torch
 
 from kvq_kernels import SCHEMES, reference, selftest
 from kvq_vllm import diagnosis
+from kvq_vllm.config import dtype_names
 from kvq_vllm.diagnosis import Finding
 
 
@@ -78,7 +79,7 @@ def test_an_excluded_plugin_fails_by_its_line_and_for_real(tmp_path: Path) -> No
     assert any(line.startswith(excluded) for line in lines)
     assert any(line.startswith(f"FAILURE TRITON_CACHE_DIR: {cache} cannot") for line in lines)
     routing = [line for line in lines if line.startswith("FAILURE routing: --kv-cache-dtype kvq-")]
-    assert len(routing) == len(SCHEMES)
+    assert len(routing) == len(dtype_names())
     assert all("->" in line for line in lines if line.startswith("FAILURE"))
 
 

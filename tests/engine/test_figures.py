@@ -24,7 +24,7 @@ def engine_tokens() -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "gain"), [("kvq-int4", 3.3), ("kvq-k8v4", 2.2), ("kvq-int8", 1.8)]
+    ("name", "gain"), [("kvq-int4", 3.3), ("kvq-k8v4", 2.2), ("kvq-int8", 1.8), ("kvq-fp8", 1.99)]
 )
 def test_capacity_that_an_engine_reports(
     engine_tokens: dict[str, int], name: str, gain: float
@@ -39,7 +39,7 @@ def planned_tokens() -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "gain"), [("kvq-int4", 3.5), ("kvq-k8v4", 2.35), ("kvq-int8", 1.85)]
+    ("name", "gain"), [("kvq-int4", 3.5), ("kvq-k8v4", 2.35), ("kvq-int8", 1.85), ("kvq-fp8", 1.99)]
 )
 def test_capacity_planned_for_8b_at_32k(
     planned_tokens: dict[str, int], name: str, gain: float

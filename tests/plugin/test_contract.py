@@ -26,9 +26,12 @@ NAMES = [
     "vllm.forward_context:get_forward_context",
     "vllm.model_executor.layers.attention:Attention.process_weights_after_loading",
     "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
+    "vllm.model_executor.layers.quantization.kv_cache:is_quantized_kv_cache",
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.bind_kv_cache",
     "vllm.envs:environment_variables",
     "vllm.platforms:current_platform.device_type",
+    "vllm.distributed:get_tensor_model_parallel_rank",
+    "vllm.distributed:get_tp_group",
     "vllm.platforms:current_platform.get_attn_backend_cls",
     "vllm.platforms:current_platform.update_block_size_for_backend",
     "vllm.platforms:current_platform.check_and_update_config",
@@ -49,7 +52,12 @@ NAMES = [
     "vllm.v1.core.kv_cache_utils:get_kv_cache_capacity",
     "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests",
     "vllm.v1.engine.llm_engine:LLMEngine.step",
+    "vllm.utils.import_utils:resolve_obj_by_qualname",
+    "vllm.v1.kv_cache_interface:KVQuantMode.FP8_PER_TENSOR",
     "vllm.v1.kv_cache_interface:KVQuantMode.NONE",
+    "vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model",
+    "vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
     "vllm.v1.kv_cache_layout:KVCacheLayout.BLHNC",
     "vllm.v1.kv_cache_layout:KVCacheLayout.LBHNC",
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry._ensure_registered",
@@ -62,6 +70,8 @@ PARAMETERS = {
         "attn_selector_config",
         "num_heads",
     ],
+    "vllm.forward_context:set_forward_context": ["attn_metadata", "vllm_config", "num_tokens"],
+    "vllm.model_executor.layers.quantization.kv_cache:is_quantized_kv_cache": ["kv_cache_dtype"],
     "vllm.platforms:current_platform.check_and_update_config": ["vllm_config"],
     "vllm.v1.attention.backends.registry:register_backend": ["backend", "class_path"],
     "vllm.v1.attention.backends.utils:split_decodes_and_prefills": [
@@ -123,8 +133,11 @@ FIELDS = {
     ],
     "vllm.logprobs:FlatLogprobs": ["token_ids", "logprobs", "ranks"],
     "vllm.config:ParallelConfig": [
+        "data_parallel_rank",
         "decode_context_parallel_size",
+        "pipeline_parallel_size",
         "prefill_context_parallel_size",
+        "worker_cls",
     ],
     "vllm.config:SpeculativeConfig": ["method", "num_speculative_tokens"],
     "vllm.config:VllmConfig": [
@@ -133,11 +146,15 @@ FIELDS = {
         "cache_config",
         "compilation_config",
         "kv_transfer_config",
+        "load_config",
+        "lora_config",
         "model_config",
         "parallel_config",
         "speculative_config",
     ],
     "vllm.config:CompilationConfig": ["static_forward_context"],
+    "vllm.config:LoadConfig": ["load_format"],
+    "vllm.config:SchedulerConfig": ["max_num_batched_tokens"],
     "vllm.config:AttentionConfig": ["backend", "backend_per_kind", "use_non_causal"],
 }
 
@@ -171,7 +188,17 @@ def test_dataclass_has(name: str) -> None:
 
 @pytest.mark.parametrize(
     "attribute",
-    ["use_mla", "attn_type", "attention_chunk_size", "hf_text_config", "get_head_size"],
+    [
+        "use_mla",
+        "attn_type",
+        "attention_chunk_size",
+        "hf_config",
+        "hf_text_config",
+        "get_head_size",
+        "get_total_num_kv_heads",
+        "get_vocab_size",
+        "uses_mrope",
+    ],
 )
 def test_model_config_has(attribute: str) -> None:
     from vllm.config import ModelConfig
@@ -220,17 +247,28 @@ def test_overridden_methods_have_the_same_parameters(ours: str, theirs: str) -> 
         assert list(inspect.signature(method).parameters) == list(expected), name
 
 
-def test_impl_takes_what_an_attention_layer_passes() -> None:
+@pytest.mark.parametrize("impl", ["kvq_vllm.backend:KVQImpl", "kvq_vllm.fp8:Fp8Impl"])
+def test_impl_takes_what_an_attention_layer_passes(impl: str) -> None:
     """``Attention.__init__`` passes these by position, and "sinks" by name."""
     from vllm.v1.attention.backend import AttentionImpl
 
-    from kvq_vllm.backend import KVQImpl
-
     theirs = list(inspect.signature(AttentionImpl.__init__).parameters)
-    ours = list(inspect.signature(KVQImpl.__init__).parameters)
+    ours = list(inspect.signature(resolve(impl).__init__).parameters)
     assert ours[: len(theirs)] == theirs
     forward = list(inspect.signature(AttentionImpl.forward).parameters)
-    assert list(inspect.signature(KVQImpl.forward).parameters) == forward
+    assert list(inspect.signature(resolve(impl).forward).parameters) == forward
+
+
+def test_a_layers_scales_have_the_names_that_we_set() -> None:
+    import torch
+    from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+
+    layer = torch.nn.Module()
+    set_default_quant_scales(layer, register_buffer=True)
+    for name in ("_k_scale", "_v_scale"):
+        assert name in dict(layer.named_buffers())  # which sleep mode saves
+        assert isinstance(getattr(layer, f"{name}_float"), float)
+        assert isinstance(getattr(layer, f"{name}_cpu"), torch.Tensor)
 
 
 def test_planning_has_one_of_the_two_known_ways() -> None:

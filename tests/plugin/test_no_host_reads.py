@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from triton.runtime.jit import JITFunction
 
 import kvq_kernels.triton
-from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, reference
-from kvq_kernels.triton import tuning
+from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, formats, reference
+from kvq_kernels.triton import blocks, tuning
 from kvq_vllm import backend
 from kvq_vllm.backend import KVQImpl, KVQMetadata
 
@@ -42,6 +42,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def fake() -> Iterator[FakeTensorMode]:
     with FakeTensorMode() as mode:
         yield mode
+    for cached in (formats.hadamard, blocks.rotation):  # not to serve fakes to other tests
+        cached.cache_clear()
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

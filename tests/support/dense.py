@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from kvq_kernels import AttentionParams, Format
+from kvq_kernels import AttentionParams, Format, reference
+from support.fp8 import Fp8Layer
 from support.paged import Sequence as PagedSequence
 from support.paged import attend_by_the_rule
 
@@ -27,7 +28,7 @@ sum in another order. Now and then that rounds a key to the next code, so the tw
 log probabilities differ by about 1e-3 (measured here: at most 0.012), and a tie can fall either
 way. Untrained models on repetitive text amplify it far more; the prompts here are no such text.
 """
-FormatOfLayer = Callable[[Any], Format | None]
+FormatOfLayer = Callable[[Any], Format | Fp8Layer | None]
 
 
 @dataclass
@@ -48,7 +49,9 @@ class DenseModel:
     """A causal language model whose layers see a quantised past."""
 
     def __init__(
-        self, model: str | os.PathLike[str], format_of_layer: FormatOfLayer | Format | None
+        self,
+        model: str | os.PathLike[str],
+        format_of_layer: FormatOfLayer | Format | Fp8Layer | None,
     ) -> None:
         """Load the model.
 
@@ -106,6 +109,9 @@ class DenseModel:
         rows = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_size]
         sequence = PagedSequence(*rows)
         fmt = self._format_of(module)
+        if isinstance(fmt, Fp8Layer):
+            keys, values = fmt.fake_quantise(sequence.key, sequence.value)
+            return reference.attention(sequence.query, keys, values, params, 0, 0)[None], None
         return attend_by_the_rule(sequence, fmt, params)[None], None
 
 

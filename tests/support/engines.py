@@ -92,6 +92,12 @@ def poison_cache(monkeypatch: Any) -> None:
     monkeypatch.setattr(gpu_model_runner, "allocate_kv_cache", allocate_poisoned)
 
 
+def attention_layers(llm: Any) -> dict[str, Any]:
+    """Attention layers of an engine in this process by name, in order."""
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    return {name: layer for name, layer in layers.items() if hasattr(layer, "impl")}
+
+
 def metric(llm: Any, name: str) -> int:
     """Value of one of vLLM's counters, such as ``vllm:num_preemptions``."""
     return sum(m.value for m in llm.get_metrics() if m.name == name)

@@ -119,6 +119,15 @@ def tiny_gpt_oss(folder: Path, **overrides: Any) -> Path:
     return _save(folder, GptOssForCausalLM, config)
 
 
+def tiny_qwen2(folder: Path, **overrides: Any) -> Path:
+    """Save a random Qwen 2: biases on queries, keys and values."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    # Qwen 2 has no head_dim of its own in vLLM: heads share the hidden size.
+    sizes = _sizes() | {"hidden_size": 256}
+    return _save(folder, Qwen2ForCausalLM, Qwen2Config(**(sizes | overrides)))
+
+
 def tiny_qwen3(folder: Path, **overrides: Any) -> Path:
     """Save a random Qwen 3: normalised queries and keys, head size 96."""
     from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -40,12 +40,13 @@ __all__ = [
     "write_ring",
 ]
 
-_ABI_VERSION = 1  # KVQ_ABI_VERSION in abi.h
-_ARGS = struct.Struct("=8q 14q 5q 3q 4q 4q 4q 4q 2d 3q")  # KvqArgs in abi.h
+_ABI_VERSION = 2  # KVQ_ABI_VERSION in abi.h
+_ARGS = struct.Struct("=8q 14q 5q 3q 4q 4q 4q 4q 2d 3q 3q")  # KvqArgs in abi.h
 _DTYPES = {torch.float32: (0, 4), torch.bfloat16: (1, 2), torch.float16: (2, 2)}
 """Dtype to its KvqDtype in abi.h and its size in bytes."""
 _OUT_DTYPES = {**_DTYPES, torch.float64: (3, 8)}
 _NO_ROWS = (0, 0, 0, 0)
+_KERNEL_NAMES = ("seal", "write_ring", "decode", "prefill", "fp8_write", "fp8_attend")
 
 
 class _Unavailable(RuntimeError):
@@ -115,8 +116,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library.kvq_abi_version.restype = ctypes.c_int64
         library.kvq_args_bytes.restype = ctypes.c_int64
         library.kvq_select_isa.argtypes = [ctypes.c_char_p]
-        for name in ("kvq_seal", "kvq_write_ring", "kvq_decode", "kvq_prefill"):
-            kernel = getattr(library, name)
+        for name in _KERNEL_NAMES:
+            kernel = getattr(library, f"kvq_{name}")
             kernel.argtypes, kernel.restype = [ctypes.c_char_p], None
         abi = library.kvq_abi_version(), library.kvq_args_bytes()
         built_from = library.kvq_source_hash().decode()
@@ -313,6 +314,7 @@ def _pack(
         0 if params is None else params.sliding_window or 0,
         0 if sinks is None else sinks.data_ptr(),
         0 if slopes is None else slopes.data_ptr(),
+        *(0, 0, 0),  # fp8 formats only
     )
 
 

@@ -7,9 +7,11 @@
 
 #include <cstdint>
 
-#define KVQ_ABI_VERSION 1
+#define KVQ_ABI_VERSION 2
 
 enum KvqDtype : int64_t { KVQ_F32 = 0, KVQ_BF16 = 1, KVQ_F16 = 2, KVQ_F64 = 3 };  // F64: out only
+
+enum KvqFp8 : int64_t { KVQ_E4M3 = 0, KVQ_E5M2 = 1 };
 
 // Strides are in bytes. `*_is_64` says whether an index array is int64 rather than int32.
 struct KvqArgs {
@@ -48,4 +50,8 @@ struct KvqArgs {
   int64_t sliding_window;    // 0: none
   const float* sinks;        // [num_heads] or null
   const float* alibi_slopes; // [num_heads] or null
+  // fp8 formats; their pages are [num_blocks, num_kv_heads, unit_size, record_bytes]
+  int64_t fp8_type;
+  const float* key_scale;    // [num_kv_heads]
+  const float* value_scale;  // [num_kv_heads]
 };

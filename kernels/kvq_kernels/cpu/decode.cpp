@@ -22,9 +22,7 @@ namespace {
 
 constexpr int64_t kSplitTokens = 1024;
 constexpr int64_t kMaxRows = 64;   // of a task, unless one query has more heads
-constexpr int kRowBlock = 4;       // rows that share the work of unpacking codes
 [[maybe_unused]] constexpr int64_t kThreadWork = 4096;  // query-key products, some 20 us
-constexpr int64_t kRingTile = 16;  // ring tokens converted to fp32 at a time
 
 // --- integer dot products with packed codes -----------------------------------------------------
 
@@ -129,52 +127,28 @@ struct Int16Weights {
 
 // --- one task -----------------------------------------------------------------------------------
 
-// What a split leaves for the combination: per row, sum of weights times values, running maximum
-// and sum of weights.
-struct Partial {
-  float* acc;  // [rows][head_size]
-  float* max;  // [rows]
-  float* sum;  // [rows]
-
-  static int64_t floats(int64_t rows, int64_t head_size) {
-    return round_up(rows * (head_size + 2), 16);
-  }
-  Partial(float* base, int64_t rows, int64_t head_size)
-      : acc(base), max(base + rows * head_size), sum(max + rows) {}
-};
-
-struct Task {
-  const KvqArgs& a;
+struct Task : Rows {
   const Record rec;
   const Layout key_layout, value_layout;
-  const QueryBlock block;
-  const int64_t head, group_heads, rows;
-  const bool plain;  // no soft cap and no ALiBi
 
-  float* query;  // [rows][padded key elements], scaled; in the order of key weights
+  // `query` is [rows][padded key elements], scaled and in the order of key weights, for the units.
   float *key_scale, *key_zero;      // [num_blobs][padded key elements]
   float *value_scale, *value_zero;  // [unit_size]
   int16_t* weights;                 // [kRowBlock * the longer of both layouts]
   int32_t* dots;                    // [kRowBlock][max(unit_size, head_size)]
   float* logits;                    // [kRowBlock][unit_size]
-  float* tile;                      // [kRingTile][2 * head_size]
 
   Task(const KvqArgs& args, const QueryBlock& block, int64_t head)
-      : a(args),
+      : Rows(args, block, head),
         rec(args),
         key_layout(rec.key_row_bytes, args.key_bits),
-        value_layout(rec.value_row_bytes, args.value_bits),
-        block(block),
-        head(head),
-        group_heads(args.num_heads / args.num_kv_heads),
-        rows(block.count * group_heads),
-        plain(args.soft_cap == 0 && !args.alibi_slopes) {
+        value_layout(rec.value_row_bytes, args.value_bits) {
     const size_t bytes = carve(Carver(nullptr));
     carve(Carver(kvq_scratch(KVQ_SCRATCH_OWN, bytes)));
   }
 
   size_t carve(Carver carver) {
-    const int64_t u = rec.unit_size, d = rec.head_size;
+    const int64_t u = rec.unit_size;
     query = carver.take<float>(rows * max_of(key_layout.padded(), d));
     key_scale = carver.take<float>(rec.num_blobs * key_layout.padded());
     key_zero = carver.take<float>(rec.num_blobs * key_layout.padded());
@@ -184,15 +158,8 @@ struct Task {
         kRowBlock * max_of(key_layout.padded(), rec.num_blobs * value_layout.padded()));
     dots = carver.take<int32_t>(kRowBlock * max_of(u, d));
     logits = carver.take<float>(kRowBlock * u);
-    tile = carver.take<float>(kRingTile * 2 * d);
+    tile = carver.take<float>(kTile * 2 * d);
     return carver.used();
-  }
-
-  int64_t query_head(int64_t row) const { return head * group_heads + row % group_heads; }
-  int64_t position(int64_t row) const { return block.position + row / group_heads; }
-  const uint8_t* query_at(int64_t row) const {
-    return a.query + (block.row + row / group_heads) * a.query_row_stride +
-           query_head(row) * a.query_head_stride;
   }
 
   void load_query() {
@@ -303,43 +270,6 @@ struct Task {
     return dot * half_to_float(meta[0]) + total * half_to_float(meta[1]);
   }
 
-  // Soft cap, ALiBi and masks on logits[0, count) of a row with the keys from `key` on. `visible`
-  // says how many of them are not beyond the query.
-  void transform(float* row_logits, int64_t row, int64_t key, int64_t count, int64_t visible) {
-    const int64_t query_position = position(row);
-    if (!plain) {
-      const float cap = static_cast<float>(a.soft_cap);
-      const float slope = a.alibi_slopes ? a.alibi_slopes[query_head(row)] : 0.0f;
-      VF distance = lane_numbers() + static_cast<float>(key - query_position);
-      for (int64_t t = 0; t < count; t += kLanes, distance += static_cast<float>(kLanes)) {
-        VF x = loadf(row_logits + t);
-        if (cap != 0.0f) x = soft_capped(x, cap);
-        store(row_logits + t, fma_of(distance, splat(slope), x));
-      }
-    }
-    const int64_t hidden = min_of(count, lowest_position(a, query_position) - key);
-    for (int64_t t = 0; t < hidden; ++t) row_logits[t] = -__builtin_inff();
-    for (int64_t t = max_of(0, visible); t < count; ++t) row_logits[t] = -__builtin_inff();
-  }
-
-  // Running softmax of one row: logits become weights. Returns the factor for what was summed
-  // before.
-  float softmax(float* row_logits, int64_t count, float& running_max, float& running_sum) {
-    VF most = splat(running_max);
-    for (int64_t t = 0; t < count; t += kLanes) most = max_of(most, loadf(row_logits + t));
-    const float new_max = max_lane(most);
-    VF sum = {};
-    for (int64_t t = 0; t < count; t += kLanes) {
-      const VF weight = exp_of(loadf(row_logits + t) - new_max);
-      sum += weight;
-      store(row_logits + t, weight);
-    }
-    const float rescale = exp_of(running_max - new_max);
-    running_sum = running_sum * rescale + sum_of(sum);
-    running_max = new_max;
-    return rescale;
-  }
-
   // Fold the value scales into the softmax weights of row `r` of `count`, as int16 weights; the
   // factor of the integer sums and the bias to add.
   void fold_value_scales(const float* p, int64_t r, int64_t count, float& factor, float& bias) {
@@ -371,7 +301,7 @@ struct Task {
   // `next`: from this record to that of the next unit.
   void attend_unit(const uint8_t* record, int64_t next, int64_t unit, int64_t row, int64_t count,
                    Partial& partial) {
-    const int64_t u = rec.unit_size, d = rec.head_size;
+    const int64_t u = rec.unit_size;
     key_logits(record, next, unit, row, count);
     float rescale[kRowBlock], factor[kRowBlock], bias[kRowBlock];
     for (int64_t r = 0; r < count; ++r) {
@@ -407,95 +337,19 @@ struct Task {
     }
   }
 
-  void start(Partial& partial) const {
-    memset(partial.acc, 0, static_cast<size_t>(rows * rec.head_size) * sizeof(float));
-    for (int64_t r = 0; r < rows; ++r) {
-      partial.max[r] = kLowest;
-      partial.sum[r] = 0;
-    }
-  }
-
   // --- the residual ring, in fp32 ---
 
   void attend_ring(Partial partial) {
-    const int64_t d = rec.head_size, end = block.position + block.count;
-    for (int64_t r = 0; r < rows; ++r) {
-      float* q = query + r * d;
-      to_floats(q, query_at(r), a.query_dtype, d);
-      for (int64_t c = 0; c < d; ++c) q[c] *= static_cast<float>(a.scale);
-    }
+    const int64_t end = block.position + block.count;
+    load_plain_query();
     start(partial);
     const int64_t lowest = lowest_position(a, block.position);
-    for (int64_t key = max_of(block.open_start, lowest); key < end; key += kRingTile) {
-      const int64_t count = min_of(kRingTile, end - key);
+    for (int64_t key = max_of(block.open_start, lowest); key < end; key += kTile) {
+      const int64_t count = min_of(kTile, end - key);
       for (int64_t t = 0; t < count; ++t) {
         to_floats(tile + t * 2 * d, ring_at(a, block.request, key + t, head), a.ring_dtype, 2 * d);
       }
-      memset(tile + count * 2 * d, 0, static_cast<size_t>((kRingTile - count) * 2 * d) * 4);
-      for (int64_t r = 0; r < rows; r += kRowBlock) {
-        switch (min_of(kRowBlock, rows - r)) {
-          case 4: attend_tile<4>(r, key, partial); break;
-          case 3: attend_tile<3>(r, key, partial); break;
-          case 2: attend_tile<2>(r, key, partial); break;
-          default: attend_tile<1>(r, key, partial);
-        }
-      }
-    }
-  }
-
-  // Rows [row, row + kRows) against the kRingTile tokens in `tile`.
-  template <int kRows>
-  void attend_tile(int64_t row, int64_t key, Partial& partial) {
-    const int64_t d = rec.head_size;
-    float p[kRows][kRingTile];
-    tile_logits<kRows>(query + row * d, p);
-    VF rescale[kRows];
-    for (int r = 0; r < kRows; ++r) {
-      transform(p[r], row + r, key, kRingTile, position(row + r) + 1 - key);
-      rescale[r] =
-          splat(softmax(p[r], kRingTile, partial.max[row + r], partial.sum[row + r]));
-    }
-    float* acc = partial.acc + row * d;
-    for (int64_t c = 0; c < d; c += kLanes) {
-      VF sums[kRows];
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) sums[r] = loadf(acc + r * d + c) * rescale[r];
-      for (int64_t t = 0; t < kRingTile; ++t) {
-        const VF value = loadf(tile + t * 2 * d + d + c);
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) sums[r] = fma_of(splat(p[r][t]), value, sums[r]);
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) store(acc + r * d + c, sums[r]);
-    }
-  }
-
-  // As dot_codes, in fp32.
-  template <int kRows>
-  void tile_logits(const float* q, float (*p)[kRingTile]) {
-    constexpr int kTokens = kLanes / (kRows == 3 ? 4 : kRows);
-    const int64_t d = rec.head_size;
-    for (int64_t t = 0; t < kRingTile; t += kTokens) {
-      VF sums[kLanes] = {};
-      for (int64_t c = 0; c < d; c += kLanes) {
-        VF keys[kTokens];
-#pragma GCC unroll 16
-        for (int i = 0; i < kTokens; ++i) keys[i] = loadf(tile + (t + i) * 2 * d + c);
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-          const VF row_query = loadf(q + r * d + c);
-#pragma GCC unroll 16
-          for (int i = 0; i < kTokens; ++i) {
-            sums[r * kTokens + i] = fma_of(keys[i], row_query, sums[r * kTokens + i]);
-          }
-        }
-      }
-      float tile_sums[kLanes];
-      store(tile_sums, sums_of(sums));
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
-        memcpy(p[r] + t, tile_sums + r * kTokens, kTokens * sizeof(float));
-      }
+      attend_tile(key, count, partial);
     }
   }
 };

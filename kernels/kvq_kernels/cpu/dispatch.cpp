@@ -12,9 +12,12 @@
   void kvq_write_ring_##isa(const KvqArgs*);    \
   void kvq_decode_##isa(const KvqArgs*);        \
   void kvq_prefill_##isa(const KvqArgs*);       \
+  void kvq_fp8_write_##isa(const KvqArgs*);     \
+  void kvq_fp8_attend_##isa(const KvqArgs*);    \
   }
-#define KVQ_KERNELS(isa) \
-  {#isa, kvq_seal_##isa, kvq_write_ring_##isa, kvq_decode_##isa, kvq_prefill_##isa}
+#define KVQ_KERNELS(isa)                                                              \
+  {#isa,           kvq_seal_##isa,      kvq_write_ring_##isa, kvq_decode_##isa, \
+   kvq_prefill_##isa, kvq_fp8_write_##isa, kvq_fp8_attend_##isa}
 
 KVQ_DECLARE(portable)
 #ifdef KVQ_WITH_X86
@@ -28,7 +31,7 @@ using Kernel = void (*)(const KvqArgs*);
 
 struct Kernels {
   const char* isa;
-  Kernel seal, write_ring, decode, prefill;
+  Kernel seal, write_ring, decode, prefill, fp8_write, fp8_attend;
 };
 
 // Best last.
@@ -111,3 +114,5 @@ KVQ_EXPORT void kvq_seal(const KvqArgs* a) { selected->seal(a); }
 KVQ_EXPORT void kvq_write_ring(const KvqArgs* a) { selected->write_ring(a); }
 KVQ_EXPORT void kvq_decode(const KvqArgs* a) { selected->decode(a); }
 KVQ_EXPORT void kvq_prefill(const KvqArgs* a) { selected->prefill(a); }
+KVQ_EXPORT void kvq_fp8_write(const KvqArgs* a) { selected->fp8_write(a); }
+KVQ_EXPORT void kvq_fp8_attend(const KvqArgs* a) { selected->fp8_attend(a); }

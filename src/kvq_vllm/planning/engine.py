@@ -19,6 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from kvq_kernels.formats import SCHEMES
+from kvq_vllm.config import UNIT_KEYS
 from kvq_vllm.planning.formula import Sizes
 from kvq_vllm.planning.shape import LayerShape, ModelShape
 
@@ -77,7 +79,9 @@ def ask(
         "dtype": shape.dtype,
         "cache_dtypes": list(cache_dtypes),
         "tensor_parallel_size": sizes.tensor_parallel_size,
-        "additional_config": {"kvq": sizes.config.model_dump(exclude_none=True)},
+        "additional_config": {
+            "kvq": sizes.config.model_dump(include=set(UNIT_KEYS), exclude_none=True)
+        },
         "contexts": sorted(contexts),
         "memory": memory,
         "max_num_batched_tokens": max_num_batched_tokens,
@@ -198,7 +202,7 @@ def engine_config(
             # The planner refuses what does not fit even once; that is for the caller to say.
             max_model_len=contexts[0],
             max_num_batched_tokens=max_num_batched_tokens,
-            additional_config=additional_config if cache_dtype.startswith("kvq-") else {},
+            additional_config=additional_config if cache_dtype in SCHEMES else {},
         ).create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvq_kernels.formats import SCHEMES, Format, ring_block_size
+from kvq_kernels.fp8 import Fp8Format, is_fp8
 from kvq_vllm.config import KVQConfig
 from kvq_vllm.planning.shape import DTYPE_BYTES, LayerShape, ModelShape
 
@@ -59,6 +60,7 @@ def _sealed(name: str) -> CacheFormat:
 FORMATS: tuple[CacheFormat, ...] = (
     CacheFormat("auto", _unquantised),
     CacheFormat("fp8", _one_byte),
+    CacheFormat("kvq-fp8", _one_byte, ours=True),
     *(_sealed(name) for name in SCHEMES),
 )
 """Every cache dtype that is planned, in the order of the tables."""
@@ -171,6 +173,9 @@ def supports(shape: ModelShape, fmt: CacheFormat, config: KVQConfig) -> str | No
         return shape.unsupported
     for layer in shape.layers:
         try:
+            if is_fp8(fmt.name):
+                Fp8Format(fmt.name, layer.head_size)
+                continue
             Format.create(fmt.name, layer.head_size, config.unit_size, config.key_group_size)
         except ValueError as error:
             return str(error).rstrip(".")
