@@ -4,6 +4,10 @@
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 PYTEST := $(VENV_PYTHON) -m pytest
+# Test processes side by side, one thread each; a file's tests stay together. An engine takes about
+# 5 GiB.
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist loadfile
 # Extra arguments for pytest: make test-fast ARGS="-k formats -x"
 ARGS ?=
 
@@ -43,11 +47,11 @@ test: lint test-fast test-triton test-triton-oldest test-engine ## lint, then ev
 
 .PHONY: test-fast
 test-fast: setup ## the tests that start no vLLM engine
-	$(PYTEST) -m "not engine" $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "not engine" $(ARGS)
 
 .PHONY: test-triton
 test-triton: setup ## the Triton kernels' tests, in Triton's interpreter
-	$(PYTEST) tests/triton $(ARGS)
+	$(PYTEST) $(PARALLEL) tests/triton $(ARGS)
 
 # The oldest Triton that the kernels support, beside the one that vLLM brings.
 OLDEST_TRITON := 3.6.0
@@ -55,12 +59,12 @@ OLDEST_TRITON := 3.6.0
 test-triton-oldest: setup ## the same in the oldest supported Triton
 	test -d .venv-triton/$(OLDEST_TRITON) || $(VENV_PYTHON) -m pip install --quiet --no-deps \
 		--target .venv-triton/$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
-	PYTHONPATH=$(CURDIR)/.venv-triton/$(OLDEST_TRITON) $(PYTEST) tests/triton \
+	PYTHONPATH=$(CURDIR)/.venv-triton/$(OLDEST_TRITON) $(PYTEST) $(PARALLEL) tests/triton \
 		--ignore tests/triton/test_engine.py $(ARGS)
 
 .PHONY: test-engine
 test-engine: setup ## the tests that start a vLLM engine
-	$(PYTEST) -m engine $(ARGS)
+	$(PYTEST) $(PARALLEL) -m engine $(ARGS)
 
 .PHONY: test-vllm-next
 test-vllm-next: setup ## the tests that use vLLM, against the next one on this one's libraries
