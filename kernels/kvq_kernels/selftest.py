@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, LayerCache, reference
+from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, LayerCache, fp8, reference
 from kvq_kernels.dispatch import ENV_VAR, Kernels, kernel_names, select_kernels
+from kvq_kernels.fp8 import reference as fp8_reference
 
 TOLERANCE = 5e-3
 """Of the largest output: kernels may round to 16 bit what the oracle keeps in 32."""
@@ -75,6 +76,45 @@ def deviation(kernels: Kernels, device: torch.device, name: str) -> float:
         kernels.write_ring(key[row], value[row], cache, batch)
         kernels.decode(query[row], cache, batch, params, out[row])
     expected = _oracle(query, key, value, fmt, params)
+    return float((out - expected).abs().max() / expected.abs().max())
+
+
+def fp8_deviation(kernels: fp8.Fp8Kernels, device: torch.device, name: str) -> float:
+    """Write and attend to a prompt, then to one more token; return the relative error.
+
+    Args:
+        kernels: under test, of the fp8 formats.
+        device: where the tensors are.
+        name: of the format.
+
+    """
+    generator = torch.Generator().manual_seed(0)
+    fmt = fp8.Fp8Format(name, HEAD_SIZE)
+
+    def normal(heads: int) -> torch.Tensor:
+        return torch.randn(PROMPT + 1, heads, HEAD_SIZE, generator=generator).to(device)
+
+    query, key, value = normal(NUM_HEADS), normal(NUM_KV_HEADS), normal(NUM_KV_HEADS)
+    params = AttentionParams(scale=HEAD_SIZE**-0.5)
+    scales = torch.linspace(0.01, 0.02, NUM_KV_HEADS, device=device)
+    blocks = -(-(PROMPT + 1) // 64)
+    cache = fp8.Fp8Cache(
+        fmt=fmt,
+        pages=torch.full(
+            (blocks, NUM_KV_HEADS, 64, fmt.bytes_per_token), 0xFF, dtype=torch.uint8, device=device
+        ),
+        block_table=torch.arange(blocks, dtype=torch.int32, device=device)[None],
+        key_scale=scales,
+        value_scale=scales,
+    )
+    out = torch.empty_like(query)
+    steps = (kernels.prefill, slice(0, PROMPT)), (kernels.decode, slice(PROMPT, PROMPT + 1))
+    for attend, rows in steps:
+        batch = _batch(len(query[rows]), rows.stop, device)
+        kernels.write(key[rows], value[rows], cache, batch)
+        attend(query[rows], cache, batch, params, out[rows])
+    keys, values = fp8_reference.fake_quantise(key, value, scales, scales, fmt)
+    expected = reference.attention(query, keys, values, params, 0, 0)
     return float((out - expected).abs().max() / expected.abs().max())
 
 
@@ -141,7 +181,10 @@ def run(name: str, device: torch.device) -> Result:
     except ValueError as error:
         return Result(name, device.type, unavailable=str(error))
     try:
-        return Result(name, device.type, error=max(deviation(kernels, device, s) for s in SCHEMES))
+        errors = [deviation(kernels, device, scheme) for scheme in SCHEMES]
+        fp8_kernels = fp8.select_kernels(device)
+        errors += [fp8_deviation(fp8_kernels, device, dtype) for dtype in fp8.FP8_DTYPES]
+        return Result(name, device.type, error=max(errors))
     except Exception as error:  # a compiler's, a driver's: it is the result
         return Result(name, device.type, failure=f"{type(error).__name__}: {error}")
 

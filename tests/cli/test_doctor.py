@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvq_kernels import SCHEMES, reference, selftest
+from kvq_kernels import SCHEMES, fp8, reference, selftest
+from kvq_kernels.fp8 import reference as fp8_reference
 from kvq_vllm import diagnosis
 from kvq_vllm.config import dtype_names
 from kvq_vllm.diagnosis import Finding
@@ -269,6 +270,8 @@ def test_the_self_test_tells_right_from_wrong() -> None:
     for name in SCHEMES:
         assert selftest.deviation(reference, cpu, name) < 1e-5
         assert selftest.deviation(_Wrong(), cpu, name) > selftest.TOLERANCE  # type: ignore[arg-type]
+    for name in fp8.FP8_DTYPES:
+        assert selftest.fp8_deviation(fp8_reference, cpu, name) < 1e-5
 
 
 def test_kernels_that_were_not_built_are_named_with_the_way_out(
