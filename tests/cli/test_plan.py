@@ -471,3 +471,10 @@ def test_no_sizes(
 ) -> None:
     status, _, err = kvq(capsys, monkeypatch, "plan", "--memory", text, "x")
     assert (status, err) == (2, f"kvq: {text!r} is no size: write it like 20GiB, 80GB or 32k.\n")
+
+
+def test_layers_that_differ_in_kv_heads_get_a_warning() -> None:
+    mixed = _shape(layers=(LayerShape(8, 128, 128), LayerShape(4, 128, 128)))
+    advice = " ".join(plan(mixed, use_vllm=False).advice)
+    assert "differ in kv heads" in advice
+    assert "differ in kv heads" not in " ".join(plan(_shape(), use_vllm=False).advice)

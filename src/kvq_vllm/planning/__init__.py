@@ -339,6 +339,11 @@ def _advice(result: Plan, sizes: Sizes, contexts: Sequence[int]) -> tuple[str, .
             f"{result.in_flight_tokens:,} tokens of steps in flight for which vLLM keeps room "
             "(--max-num-batched-tokens; its default depends on the device), they stop growing."
         )
+    if len({layer.num_kv_heads for layer in shape.layers}) > 1:
+        advice.append(
+            "Layers differ in kv heads: an engine may cut its blocks differently and report other "
+            "figures; take those that it logs at start-up."
+        )
     if any(layer.num_kv_heads < result.tensor_parallel_size for layer in shape.layers):
         advice.append(
             f"With {result.tensor_parallel_size} devices the "

@@ -216,6 +216,7 @@ def make_layers(
 
     torch.set_default_dtype(getattr(torch, dtype))
     with set_current_vllm_config(vllm_config):
+        made = []
         for index, layer in enumerate(layers):
             heads = max(1, layer.num_kv_heads // tensor_parallel_size)
             attention = Attention(
@@ -227,9 +228,12 @@ def make_layers(
                 per_layer_sliding_window=layer.sliding_window,
                 prefix=f"model.layers.{index}.self_attn.attn",
             )
+            made.append(attention)
+        # As in an engine, companions come after all layers: the planner looks at the order.
+        for attention in made:
             attention.process_weights_after_loading(attention.dtype)
-    made: dict[str, Any] = vllm_config.compilation_config.static_forward_context
-    return made
+    layers_by_name: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+    return layers_by_name
 
 
 def _layer_specs(vllm_config: Any, layers: dict[str, Any]) -> dict[str, Any]:
