@@ -167,6 +167,10 @@ def _walk_units(
     Four-bit codes come in pairs. A byte of keys holds channels c and c + HEAD_SIZE / 2, so the
     query is kept as two halves; a byte of values holds tokens t and t + GROUP_SIZE / 2, so a tile
     is two runs of tokens, and the names of what belongs to a half end in 0 and 1.
+
+    Codes are loaded right before their product: the pipeliner keeps tiles in shared memory and
+    reads one into registers where its load stands. Their addresses are a scalar of the iteration
+    plus offsets that stay the same.
     """
     TILES_PER_UNIT: tl.constexpr = UNIT_SIZE // TILE
     TILES_PER_BLOB: tl.constexpr = GROUP_SIZE // TILE
@@ -186,6 +190,7 @@ def _walk_units(
     inside_key = key_byte < KEY_BYTES
     run = tl.arange(0, RUN)
     row = tl.arange(0, TILE)
+    row_token = row % RUN + row // RUN * (GROUP_SIZE // 2)  # of the group, from `token` on
 
     query_mask = valid[None, :] & inside_key[:, None]
     query0 = tl.load(query_rows[None, :] + key_byte[:, None], mask=query_mask, other=0.0)
@@ -202,6 +207,9 @@ def _walk_units(
     query0 = (query0 / factor).to(EXACT)
     query1 = (query1 / (16.0 * factor)).to(EXACT) if KEY_BITS == 4 else query0
     factor *= scale_log2
+    # The bias's terms are summed as 1024ths, which are exact and save a multiplication each.
+    bias_query0 = query0.to(tl.float32) / 1024.0
+    bias_query1 = query1.to(tl.float32) / 64.0  # with the high nibble's 16
 
     anchor = tl.zeros([ROWS], tl.float32)
     if ANCHOR:
@@ -221,42 +229,36 @@ def _walk_units(
             + (unit % UNITS_PER_BLOCK) * RECORD_BYTES
             + (tile % TILES_PER_UNIT // TILES_PER_BLOB) * BLOB_BYTES
         )
-        token = (tile % TILES_PER_BLOB) * RUN  # of the group
-        row_token = token + row % RUN + row // RUN * (GROUP_SIZE // 2)  # of the group
+        token = (tile % TILES_PER_BLOB) * RUN  # the tile's first, of the group
         key_meta = (blob + KEY_META).to(tl.pointer_type(tl.int32))
-        value_meta = (blob + VALUE_META).to(tl.pointer_type(tl.int32))
+        value_meta = (blob + VALUE_META).to(tl.pointer_type(tl.int32)) + token
 
-        values = tl.load(
-            blob + VALUE_CODES + channel[:, None] * VALUE_BYTES + (token + run)[None, :],
-            mask=inside[:, None],
-            other=0,
-        )
         key_meta0 = tl.load(key_meta + key_byte, mask=inside_key, other=0)
         value_meta = tl.load(value_meta + row_token)
-        keys = tl.load(
-            blob + row_token[:, None] * KEY_BYTES + key_byte[None, :],
-            mask=inside_key[None, :],
-            other=0,
-        )
 
         # Fold the key scales into the query; the bias collects zeros and 1024s.
         zero0 = meta_zero(key_meta0).to(tl.float32)
         if KEY_BITS == 4:
             key_meta1 = tl.load(key_meta + KEY_BYTES + key_byte, mask=inside_key, other=0)
-            zero1 = 16.0 * meta_zero(key_meta1).to(tl.float32)
+            zero1 = meta_zero(key_meta1).to(tl.float32)
             folded1 = (query1 * meta_scale(key_meta1).to(EXACT)[:, None]).to(tl.float16)
             folded0 = query0 * meta_scale(key_meta0).to(EXACT)[:, None] - folded1.to(EXACT)
             folded0 = folded0.to(tl.float16)
-            terms = query0.to(tl.float32) * zero0[:, None] + query1.to(tl.float32) * zero1[:, None]
-            terms -= 1024.0 * (folded0.to(tl.float32) + folded1.to(tl.float32))
+            terms = bias_query0 * zero0[:, None] + bias_query1 * zero1[:, None]
+            terms -= folded0.to(tl.float32) + folded1.to(tl.float32)
         else:
             folded0 = (query0 * meta_scale(key_meta0).to(EXACT)[:, None]).to(tl.float16)
-            terms = query0.to(tl.float32) * zero0[:, None] - 1024.0 * folded0.to(tl.float32)
-        bias = tl.sum(terms, 0)
+            terms = bias_query0 * zero0[:, None] - folded0.to(tl.float32)
+        bias = 1024.0 * tl.sum(terms, 0)
         if STRADDLES:  # a row reads the units before its own; its own is in the ring
             bias += tl.where(unit < query_pos // UNIT_SIZE, 0.0, float("-inf"))
 
-        scores = tl.zeros([TILE, ROWS], tl.float32) + bias[None, :]
+        keys = tl.load(
+            (blob + token * KEY_BYTES) + (row_token[:, None] * KEY_BYTES + key_byte[None, :]),
+            mask=inside_key[None, :],
+            other=0,
+        )
+        scores = tl.broadcast_to(bias[None, :], (TILE, ROWS))
         if KEY_BITS == 4:
             low, byte = nibbles_to_fp16(keys, USE_ASM)
             scores = tl.dot(byte, folded1, tl.dot(low, folded0, scores))
@@ -268,7 +270,7 @@ def _walk_units(
                 if STRADDLES:
                     first_token += tl.where(query_pos < UNIT_SIZE, float("-inf"), 0.0)
                 scores = tl.where((row == 0)[:, None], first_token[None, :], scores)
-        key_pos = tile // TILES_PER_BLOB * GROUP_SIZE + row_token
+        key_pos = tile // TILES_PER_BLOB * GROUP_SIZE + token + row_token
         logits = scores * factor
         logits = _mask(
             logits, key_pos, query_pos, slopes, soft_cap_log2, window, SOFT_CAP, ALIBI, WINDOW
@@ -290,14 +292,21 @@ def _walk_units(
             operand1 = scaled1.to(tl.float16) * 0.0625
             operand0 = (scaled0 - operand1.to(tl.float32)).to(tl.float16)
             shared = zeros0 + zeros1 - 1024.0 * (operand0.to(tl.float32) + operand1.to(tl.float32))
-            low, byte = nibbles_to_fp16(values, USE_ASM)
-            acc = tl.dot(low, operand0, acc * rescale[None, :] + tl.sum(shared, 0)[None, :])
-            acc = tl.dot(byte, operand1, acc)
         else:
             total = total * rescale[None, :] + weights
             operand0 = scaled.to(tl.float16)
             shared = zeros - 1024.0 * operand0.to(tl.float32)
-            acc = acc * rescale[None, :] + tl.sum(shared, 0)[None, :]
+        acc = acc * rescale[None, :] + tl.sum(shared, 0)[None, :]
+
+        values = tl.load(
+            (blob + VALUE_CODES + token) + (channel[:, None] * VALUE_BYTES + run[None, :]),
+            mask=inside[:, None],
+            other=0,
+        )
+        if VALUE_BITS == 4:
+            low, byte = nibbles_to_fp16(values, USE_ASM)
+            acc = tl.dot(byte, operand1, tl.dot(low, operand0, acc))
+        else:
             acc = tl.dot(bytes_to_fp16(values, USE_ASM), operand0, acc)
     return running_max, tl.sum(total, 0), acc
 
@@ -704,7 +713,6 @@ def decode(
     batch: Batch,
     params: AttentionParams,
     out: torch.Tensor,
-    workspace: torch.Tensor | None = None,
 ) -> None:
     """Attend for requests whose new tokens are all in the ring, as :func:`reference.decode`.
 
@@ -720,11 +728,9 @@ def decode(
             length does not cover them, are skipped: their rows of `out` stay as they are.
         params: scale and masking.
         out: written, shape of `query`, any float dtype.
-        workspace: fp32, at least :func:`workspace_bytes`, for the splits' partial results; None
-            takes it from torch's allocator.
 
     Raises:
-        ValueError: heads, head sizes or the workspace do not fit.
+        ValueError: heads or head sizes do not fit.
 
     """
     fmt = cache.fmt
@@ -742,6 +748,7 @@ def decode(
     max_query_len = min(1 + cache.ring_capacity - fmt.unit_size, num_tokens)
     plan = _plan(
         fmt,
+        query.dtype,
         num_requests,
         min(triton.cdiv(num_tokens, num_requests), max_query_len),
         num_heads,
@@ -750,12 +757,8 @@ def decode(
         device,
     )
     partial_rows = min(num_tokens, num_requests * max_query_len) * num_heads * (plan.num_splits + 1)
-    size = partial_rows * (head_size + 1)
-    if workspace is None:
-        workspace = torch.empty(size, dtype=torch.float32, device=query.device)
-    elif workspace.numel() < size or workspace.dtype != torch.float32:
-        raise ValueError(f"The workspace must hold {size} fp32 numbers: see workspace_bytes.")
-    partial_out, partial_lse = workspace.view(-1)[:size].split([size - partial_rows, partial_rows])
+    partial_out = torch.empty((partial_rows, head_size), dtype=torch.float32, device=query.device)
+    partial_lse = torch.empty(partial_rows, dtype=torch.float32, device=query.device)
 
     flags = {"WINDOW": params.sliding_window is not None}
     cut = {
@@ -838,7 +841,7 @@ def workspace_bytes(
     max_model_len: int,
     device: torch.device,
 ) -> int:
-    """Return the bytes of workspace that no call of :func:`decode` exceeds.
+    """Return the bytes that no call of :func:`decode` exceeds in what it takes from torch.
 
     Args:
         fmt: format of the pages.
@@ -851,11 +854,14 @@ def workspace_bytes(
 
     """
     info = tuning.device_info(device)
+    dtype = torch.float16  # others are cut into no more splits
     return 4 * max(
         requests * query_len * num_heads * (fmt.head_size + 1) * (plan.num_splits + 1)
         for requests in range(1, max_num_requests + 1)
         for query_len in range(1, max_query_len + 1)
-        for plan in [_plan(fmt, requests, query_len, num_heads, num_kv_heads, max_model_len, info)]
+        for plan in [
+            _plan(fmt, dtype, requests, query_len, num_heads, num_kv_heads, max_model_len, info)
+        ]
     )
 
 
@@ -879,6 +885,7 @@ class _Plan:
 
 def _plan(
     fmt: Format,
+    dtype: torch.dtype,
     num_requests: int,
     query_len: int,
     num_heads: int,
@@ -888,7 +895,7 @@ def _plan(
 ) -> _Plan:
     """Return the cut that keeps the device busy, from what the host knows."""
     query_rows = query_len * (num_heads // num_kv_heads)
-    tuned = tuning.decode_tuning(fmt, query_rows, device.arch)
+    tuned = tuning.decode_tuning(fmt, dtype, query_rows, device.arch)
     rows = min(max(tuned.min_rows, triton.next_power_of_2(query_rows)), tuned.max_rows)
     programs = num_requests * num_kv_heads * triton.cdiv(query_rows, rows)
     wanted = device.multiprocessors * tuned.programs_per_multiprocessor // programs

@@ -19,7 +19,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 
 from kvq_kernels.formats import Format
 from kvq_kernels.triton.common import is_interpreted
@@ -84,20 +83,22 @@ class DecodeTuning:
     min_tiles_per_split: int = 4
 
 
-def decode_tuning(fmt: Format, rows: int, arch: str) -> DecodeTuning:
+def decode_tuning(fmt: Format, dtype: torch.dtype, rows: int, arch: str) -> DecodeTuning:
     """Return the decode kernel's tuning.
 
     Args:
         fmt: format of the pages.
+        dtype: of the queries.
         rows: query rows per kv head and request: heads that share it times new tokens.
         arch: of the device.
 
     """
     tile = min(64, fmt.key_group_size)
-    row_bits = triton.next_power_of_2(fmt.head_size) * (fmt.key_bits + fmt.value_bits)
     if arch.startswith("gfx"):  # below 16 rows there is no matrix instruction
         tuned = DecodeTuning(num_warps=2, num_stages=2, tile=tile, min_rows=16)
-    elif rows <= 8 and row_bits <= 1536 and arch != "sm_120":  # fewest instructions, no spills
+    elif fmt.head_size > 128 or dtype == torch.float32:  # one warp spills, and so do 16 rows
+        tuned = DecodeTuning(tile=tile, max_rows=8)
+    elif rows <= 8:  # fewest instructions: a warp on its own exchanges nothing with others
         tuned = DecodeTuning(num_warps=1, tile=tile, programs_per_multiprocessor=8)
     else:
         tuned = DecodeTuning(tile=tile)
