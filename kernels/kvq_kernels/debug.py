@@ -27,6 +27,7 @@ class PerToken:
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
         self.decode = kernels.decode  # tokens come from the cache, already rounded
+        self.prepare = kernels.prepare
         self.workspace_bytes = kernels.workspace_bytes
         self.__name__ = f"{kernels.__name__} ({DEBUG_FORMAT})"
 

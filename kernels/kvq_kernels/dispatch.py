@@ -22,6 +22,8 @@ class Kernels(Protocol):
 
     __name__: str
 
+    def prepare(self, fmt: Format, device: torch.device) -> None: ...
+
     def seal(
         self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, batch: Batch
     ) -> None: ...

@@ -324,6 +324,14 @@ def prefill(
         _attend(query, k, v, cache, request, rows, start, params, out)
 
 
+def prepare(fmt: Format, device: torch.device) -> None:
+    """Create what the kernels keep on `device` for layers of `fmt`: nothing, here.
+
+    It comes once per layer before the first step: tensors made by a step that is captured into a
+    CUDA graph would belong to the graph.
+    """
+
+
 def workspace_bytes(
     fmt: Format,
     max_num_requests: int,

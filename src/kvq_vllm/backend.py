@@ -314,6 +314,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
             )
         else:
             logger.info_once("kvq: running the kernels of %s.", self.kernels.__name__)
+        self.kernels.prepare(self.fmt, device)
         self.params = dataclasses.replace(
             self.params,
             sinks=self.sinks,

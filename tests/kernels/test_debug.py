@@ -44,7 +44,7 @@ def test_every_operation_sees_rounded_tokens() -> None:
         def store(self, key, value, cache, batch):  # type: ignore[no-untyped-def]
             seen["store"] = key, value
 
-        decode = workspace_bytes = None  # these see no new tokens
+        decode = prepare = workspace_bytes = None  # these see no new tokens
 
         def prefill(self, query, key, value, cache, batch, params, out):  # type: ignore[no-untyped-def]
             seen["prefill"] = key, value

@@ -20,6 +20,7 @@ from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, formats, refere
 from kvq_kernels.triton import blocks, tuning
 from kvq_vllm import backend
 from kvq_vllm.backend import KVQImpl, KVQMetadata
+from kvq_vllm.residual import LAYER_SUFFIX
 
 HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 128
 
@@ -142,3 +143,26 @@ def test_the_builder_reads_nothing_either(fake: FakeTensorMode) -> None:
         block_table_tensor=empty(5, 64),
     )
     builder.build(0, common)
+
+
+def test_what_kernels_keep_is_made_when_weights_are_loaded(
+    launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that is captured into a CUDA graph must not create it."""
+    impl: Any = KVQImpl.__new__(KVQImpl)
+    impl.fmt, impl.params = Format.create("kvq-int4", HEAD_SIZE), AttentionParams(scale=0.1)
+    impl.kv_cache_dtype, impl.sinks, impl.alibi_slopes = "kvq-int4", None, None
+    layer = SimpleNamespace(impl=impl, _k_scale=torch.ones(()))
+    layers = {"layer": layer, "layer" + LAYER_SUFFIX: None}
+    compilation = SimpleNamespace(static_forward_context=layers)
+    impl.vllm_config = SimpleNamespace(compilation_config=compilation)
+    monkeypatch.setattr(backend, "select_kernels", lambda device: kvq_kernels.triton)
+    monkeypatch.setattr(backend, "check_attention_class", lambda *args: None)
+    blocks.rotation.cache_clear()
+    impl.process_weights_after_loading(torch.bfloat16)
+    made = blocks.rotation.cache_info().misses
+    assert made == 1
+
+    forward("kvq-int4", 5, 2, impl.params, monkeypatch)
+    assert "_prefill_kernel" in launches
+    assert blocks.rotation.cache_info().misses == made

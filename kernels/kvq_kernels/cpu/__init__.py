@@ -25,13 +25,14 @@ import torch
 
 from kvq_kernels.formats import Format
 from kvq_kernels.interface import AttentionParams, Batch, LayerCache
-from kvq_kernels.reference import workspace_bytes  # none worth counting
+from kvq_kernels.reference import prepare, workspace_bytes  # nothing worth counting
 
 __all__ = [
     "decode",
     "is_available",
     "isa",
     "prefill",
+    "prepare",
     "seal",
     "select_isa",
     "store",

@@ -12,7 +12,7 @@ import torch
 import triton
 from triton import language as tl
 
-from kvq_kernels.formats import hadamard
+from kvq_kernels.formats import Format, hadamard
 from kvq_kernels.triton.common import is_interpreted
 
 FP16_MAX: tl.constexpr = tl.constexpr(65504.0)
@@ -116,6 +116,11 @@ def rotation(head_size: int, device: torch.device) -> tuple[torch.Tensor, torch.
     """
     matrix = hadamard(head_size)
     return matrix.sign().to(device, torch.bfloat16), matrix.abs().amax(0).to(device)
+
+
+def prepare(fmt: Format, device: torch.device) -> None:
+    """Create what the kernels keep on the device; see :func:`kvq_kernels.reference.prepare`."""
+    rotation(fmt.head_size, device)
 
 
 @triton.jit

@@ -184,6 +184,21 @@ def _load_query(query, rows, valid, FMT: tl.constexpr, BLOCK_D: tl.constexpr, DT
     return limit(q.to(tl.float32)).to(DTYPE)
 
 
+@triton.jit
+def _unknown(number: tl.constexpr, USE_ASM: tl.constexpr):
+    """Return int32 `number`, of which the compiler does not know what it is.
+
+    With 0 added, offsets of rows behind a loop are computed anew. Otherwise those from before the
+    loop would be kept, in a register for each row of a thread, where the loop has too few.
+    """
+    if USE_ASM:
+        return tl.inline_asm_elementwise(
+            f"mov.b32 $0, {number};", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        return number
+
+
 # --- softmax ---------------------------------------------------------------------------------
 
 
@@ -229,10 +244,16 @@ def _accumulate(scores, unit, values, top, total, acc, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _multiply(
-    x, signs, D: tl.constexpr, STRIDE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr
+def _rotate_back(
+    x,
+    signs,
+    sizes,
+    D: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PIECES: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """Multiply fp32 ``[n, >= D]`` by the `D` rows and columns of the matrix from `signs` on.
+    """Multiply fp32 ``[n, >= D]`` by `D` rows and columns of the matrix, from `signs`, `sizes` on.
 
     At most `WIDTH` at a time: a warp may need the whole matrix in its registers.
     """
@@ -241,20 +262,21 @@ def _multiply(
         i = tl.arange(0, BLOCK)[:, None]
         j = tl.arange(0, BLOCK)[None, :]
         matrix = tl.load(signs + i * STRIDE + j, mask=(i < D) & (j < D), other=0.0)
-        return multiply_by_signs(x, matrix, tl.zeros(x.shape, tl.float32), PIECES)
+        x = multiply_by_signs(x, matrix, tl.zeros(x.shape, tl.float32), PIECES)
+        return x * tl.load(sizes + j, mask=j < D, other=0.0)
     else:
         HALF: tl.constexpr = BLOCK // 2
         low, high = x.reshape([x.shape[0], 2, HALF]).permute(0, 2, 1).split()
         if D == BLOCK:  # a step of the recursion that defines Sylvester's matrix
             low, high = low + high, low - high
-            low = _multiply(low, signs, HALF, STRIDE, PIECES, WIDTH)
-            high = _multiply(high, signs, HALF, STRIDE, PIECES, WIDTH)
+            low = _rotate_back(low, signs, sizes, HALF, STRIDE, PIECES, WIDTH)
+            high = _rotate_back(high, signs, sizes, HALF, STRIDE, PIECES, WIDTH)
         elif D > HALF:  # the matrix is block-diagonal
-            low = _multiply(low, signs, HALF, STRIDE, PIECES, WIDTH)
+            low = _rotate_back(low, signs, sizes, HALF, STRIDE, PIECES, WIDTH)
             signs += HALF * STRIDE + HALF
-            high = _multiply(high, signs, D - HALF, STRIDE, PIECES, WIDTH)
+            high = _rotate_back(high, signs, sizes + HALF, D - HALF, STRIDE, PIECES, WIDTH)
         else:
-            low = _multiply(low, signs, D, STRIDE, PIECES, WIDTH)
+            low = _rotate_back(low, signs, sizes, D, STRIDE, PIECES, WIDTH)
         return tl.join(low, high).permute(0, 2, 1).reshape([x.shape[0], BLOCK])
 
 
@@ -353,7 +375,6 @@ def _prefill_kernel(
     query += tile_row * query_stride_token + first_head * query_stride_head
     query_rows = rows // HEADS * query_stride_token + rows % HEADS * query_stride_head
     out += tile_row * out_stride_token + first_head * out_stride_head
-    out_rows = rows // HEADS * out_stride_token + rows % HEADS * out_stride_head
     block_table += request.to(tl.int64) * block_table_stride
     pages += kv_head * UNITS_PER_BLOCK * FMT.record_bytes
     slopes = tl.zeros([TOKENS * HEADS], tl.float32)
@@ -377,38 +398,47 @@ def _prefill_kernel(
             q = tl.load(query + query_rows[:, None] + channels[None, :], mask=q_mask, other=0.0)
             anchor_products = tl.sum(q.to(tl.float32) * anchor[None, :], 1)
         q_sealed = _load_query(query, query_rows, valid, FMT, BLOCK_D, SEALED_DTYPE)
-        for position in tl.range(first, unit_start, SEALED_TILE):
-            unit = position // U
-            block = tl.load(block_table + unit // UNITS_PER_BLOCK).to(tl.int64)
-            blob = (
-                pages
-                + block * pages_stride_block
-                + unit % UNITS_PER_BLOCK * FMT.record_bytes
-                + position % U // G * FMT.blob_bytes
-            )
-            column = position % G * FMT.value_bits // 8
-            tokens = _tokens(column, FMT, SEALED_TILE)
-            k = _load_sealed_keys(blob, tokens, FMT, BLOCK_D, SEALED_DTYPE, USE_ASM)
-            if SHARE:
-                k = _once_per_program(k, USE_ASM)
-            products = tl.dot(q_sealed, tl.trans(k), input_precision="ieee")
-            if FMT.anchor:
-                is_anchor = (position + tl.arange(0, SEALED_TILE) == 0)[None, :]
-                products = tl.where(is_anchor, anchor_products[:, None], products)
-            distances = positions[:, None] - (position // G * G + tokens)[None, :]
-            scores, score_unit = _scores(
-                products, factor, soft_cap, slopes, distances, SOFT_CAP, ALIBI, WINDOW
-            )
-            v = _load_sealed_values(blob, column, FMT, BLOCK_D, SEALED_TILE, SEALED_DTYPE, USE_ASM)
-            if SHARE:
-                v = _once_per_program(v, USE_ASM)
-            top, total, acc = _accumulate(
-                scores, score_unit, tl.trans(v), top, total, acc, SEALED_DTYPE
-            )
+        # What an outer loop carries, Triton keeps in shared memory for products on sm_90, where
+        # the query would otherwise take half of the registers. The loop is made only once.
+        for _ in tl.range(_unknown(1, USE_ASM)):
+            for position in tl.range(first, unit_start, SEALED_TILE):
+                unit = position // U
+                block = tl.load(block_table + unit // UNITS_PER_BLOCK).to(tl.int64)
+                blob = (
+                    pages
+                    + block * pages_stride_block
+                    + unit % UNITS_PER_BLOCK * FMT.record_bytes
+                    + position % U // G * FMT.blob_bytes
+                )
+                column = position % G * FMT.value_bits // 8
+                tokens = _tokens(column, FMT, SEALED_TILE)
+                k = _load_sealed_keys(blob, tokens, FMT, BLOCK_D, SEALED_DTYPE, USE_ASM)
+                if SHARE:
+                    k = _once_per_program(k, USE_ASM)
+                products = tl.dot(q_sealed, tl.trans(k), input_precision="ieee")
+                if FMT.anchor:
+                    is_anchor = (position + tl.arange(0, SEALED_TILE) == 0)[None, :]
+                    products = tl.where(is_anchor, anchor_products[:, None], products)
+                distances = positions[:, None] - (position // G * G + tokens)[None, :]
+                scores, score_unit = _scores(
+                    products, factor, soft_cap, slopes, distances, SOFT_CAP, ALIBI, WINDOW
+                )
+                v = _load_sealed_values(
+                    blob, column, FMT, BLOCK_D, SEALED_TILE, SEALED_DTYPE, USE_ASM
+                )
+                if SHARE:
+                    v = _once_per_program(v, USE_ASM)
+                top, total, acc = _accumulate(
+                    scores, score_unit, tl.trans(v), top, total, acc, SEALED_DTYPE
+                )
+            q_sealed = tl.zeros_like(q_sealed)
         if FMT.rotate_values:
-            acc = _multiply(acc, signs, D, D, PIECES, ROTATION_WIDTH)
-            acc *= tl.load(sizes + channels, mask=inside, other=0.0)[None, :]
+            acc = _rotate_back(acc, signs, sizes, D, D, PIECES, ROTATION_WIDTH)
 
+    rows = tl.arange(0, TOKENS * HEADS) + _unknown(0, USE_ASM)
+    positions = tile_start + rows // HEADS
+    query_rows = rows // HEADS * query_stride_token + rows % HEADS * query_stride_head
+    q_mask = ((positions >= start) & (positions < end))[:, None] & inside[None, :]
     q = tl.load(query + query_rows[:, None] + channels[None, :], mask=q_mask, other=0.0).to(DTYPE)
     ring += kv_head * ring_stride_head
     ring_table += request.to(tl.int64) * ring_table_stride
@@ -451,6 +481,10 @@ def _prefill_kernel(
         total = total * decay + tl.exp2(sink - new_top)
         acc *= decay[:, None]
     result = acc / total[:, None]
+    rows = tl.arange(0, TOKENS * HEADS) + _unknown(0, USE_ASM)
+    positions = tile_start + rows // HEADS
+    out_rows = rows // HEADS * out_stride_token + rows % HEADS * out_stride_head
+    q_mask = ((positions >= start) & (positions < end))[:, None] & inside[None, :]
     tl.store(
         out + out_rows[:, None] + channels[None, :],
         result.to(out.dtype.element_ty),

@@ -129,23 +129,60 @@ class PrefillTuning:
     rotation_width: int = 64
 
 
-def prefill_tuning(fmt: Format, arch: str) -> PrefillTuning:
-    """Return the prefill kernel's tuning.
+_OPERANDS_IN_REGISTERS = ("sm_80", "sm_86", "sm_89", "sm_120")
+"""Where matrix products have no operand in shared memory."""
 
-    Args:
-        fmt: format of the pages.
-        arch: of the device.
+
+def prefill_tuning(fmt: Format, arch: str) -> PrefillTuning:
+    """Return the prefill kernel's tuning: the most query rows that leave no register spilled.
+
+    Raises:
+        ValueError: ``KVQ_TUNING`` names a tile that Triton cannot compile.
 
     """
-    if arch in ("sm_80", "sm_86", "sm_89", "sm_120"):  # operands of matrix products in registers
-        tile = 32 if fmt.head_size > 64 else 64
-        tuned = PrefillTuning(sealed_tile=tile, share=True, rotation_width=32)
+    wide = fmt.head_size > 128  # a warp's sums alone are half of its registers, or all on AMD
+    if arch in _OPERANDS_IN_REGISTERS:
+        tuned = PrefillTuning(share=True, rotation_width=32)
+        if wide and fmt.key_group_size > 32:
+            # Fewer rows than tokens: Triton gives warps some channels each, not some rows each.
+            tuned = dataclasses.replace(tuned, rows=32)
+        elif wide:
+            tuned = dataclasses.replace(tuned, rows=16, num_warps=4)
+        elif fmt.head_size > 64:
+            tuned = dataclasses.replace(tuned, sealed_tile=32)
     elif arch.startswith("gfx"):
         tuned = PrefillTuning(sealed_tile=32)
+        if wide:
+            tuned = dataclasses.replace(tuned, rows=64, num_warps=4)
+    elif wide and fmt.key_group_size < 64:
+        tuned = PrefillTuning(rows=16, num_warps=4)  # see _check_prefill
+    elif wide and arch != "sm_90":
+        tuned = PrefillTuning(rows=64)
     else:
-        tuned = PrefillTuning()
+        # With rotated values of wide heads, sm_90 still spills 48 bytes, once, between the loops.
+        tuned = PrefillTuning(rotation_width=32 if wide else 64)
     tile = min(tuned.sealed_tile, fmt.key_group_size)
-    return _overridden(dataclasses.replace(tuned, sealed_tile=tile), "prefill")
+    tuned = _overridden(dataclasses.replace(tuned, sealed_tile=tile), "prefill")
+    _check_prefill(tuned, fmt, arch)
+    return tuned
+
+
+def _check_prefill(tuned: PrefillTuning, fmt: Format, arch: str) -> None:
+    """Refuse what kills the process: Triton 3.9 ends in "Illegal shared layout".
+
+    It does so where operands of matrix products lie in shared memory, that is from 64 rows up on
+    sm_90 and later but sm_120, if tiles of 4-bit values are narrow and their heads wide.
+    """
+    in_shared_memory = (
+        arch.startswith("sm_") and arch not in _OPERANDS_IN_REGISTERS and tuned.rows >= 64
+    )
+    narrow = fmt.value_bits == 4 and fmt.head_size > 128 and tuned.sealed_tile < 64
+    if in_shared_memory and narrow:
+        raise ValueError(
+            f"KVQ_TUNING cuts prefill into {tuned.rows} rows and a sealed_tile of "
+            f"{tuned.sealed_tile}, which Triton cannot compile for head size {fmt.head_size} of "
+            f"{fmt.name} on {arch}: use fewer than 64 rows, or a tile of 64."
+        )
 
 
 @dataclass(frozen=True)
