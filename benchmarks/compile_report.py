@@ -37,6 +37,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kvq_kernels import AttentionParams, Batch, Format, LayerCache
+from kvq_kernels.fp8 import Fp8Cache, Fp8Format
+from kvq_kernels.fp8 import triton as fp8
 from kvq_kernels.triton import decode, prefill, store, tuning, write_ring
 
 TARGETS = {
@@ -82,7 +84,7 @@ class Case:
     """
 
     kernel: str
-    fmt: Format
+    fmt: Format | Fp8Format
     gqa: int
     launch: Callable[[], None]
     function: str
@@ -219,7 +221,57 @@ def prefill_cases() -> Iterator[Case]:
                 yield Case("prefill", fmt, gqa, launch, "_prefill_kernel", "SEALED_TILE", quick)
 
 
-REGISTRY: list[Callable[[], Iterator[Case]]] = [decode_cases, store_cases, prefill_cases]
+def fp8_cases() -> Iterator[Case]:
+    """The kernels of the fp8 formats, in bf16."""
+    for name in ("kvq-fp8_e4m3", "kvq-fp8_e5m2"):
+        for head_size in (64, 96, 128, 256):
+            fmt = Fp8Format(name, head_size)
+            quick = head_size == 128
+            launch = partial(launch_fp8, fp8.write, fmt, 1)
+            yield Case("fp8-write", fmt, 1, launch, "_write", None, quick)
+            launch = partial(launch_fp8, fp8.decode, fmt, 4)
+            yield Case("fp8-decode", fmt, 4, launch, "_attend", "TILE", quick)
+            yield Case("fp8-combine", fmt, 4, launch, "_combine", None, quick)
+            launch = partial(launch_fp8, fp8.prefill, fmt, 4)
+            yield Case("fp8-prefill", fmt, 4, launch, "_attend", "TILE", quick)
+
+
+def launch_fp8(operation: Callable[..., None], fmt: Fp8Format, gqa: int) -> None:
+    """Launch `operation`, write, decode or prefill: 8 decodes, or a chunk of one request."""
+    num_requests, num_tokens = (8, 8) if operation is fp8.decode else (1, 1024)
+    num_kv_heads = 8
+    scale = torch.empty(num_kv_heads, dtype=torch.float32, device="meta")
+    pages = (1024, num_kv_heads, 16, fmt.bytes_per_token)
+    cache = Fp8Cache(
+        fmt,
+        pages=torch.empty(pages, dtype=torch.uint8, device="meta"),
+        block_table=torch.empty((num_requests, 512), dtype=torch.int32, device="meta"),
+        key_scale=scale,
+        value_scale=scale,
+    )
+    batch = Batch(
+        torch.empty(num_requests + 1, dtype=torch.int32, device="meta"),
+        torch.empty(num_requests, dtype=torch.int32, device="meta"),
+    )
+
+    def tokens(heads: int) -> torch.Tensor:
+        shape = (num_tokens, heads, fmt.head_size)
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    if operation is fp8.write:
+        operation(tokens(num_kv_heads), tokens(num_kv_heads), cache, batch)
+    else:
+        query = tokens(num_kv_heads * gqa)
+        params = AttentionParams(fmt.head_size**-0.5)
+        operation(query, cache, batch, params, torch.empty_like(query))
+
+
+REGISTRY: list[Callable[[], Iterator[Case]]] = [
+    decode_cases,
+    store_cases,
+    prefill_cases,
+    fp8_cases,
+]
 
 
 # --- recording launches ----------------------------------------------------------------------

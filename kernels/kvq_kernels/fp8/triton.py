@@ -13,14 +13,14 @@ the scales are folded into the logits and the output.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 from triton import language as tl
 
 from kvq_kernels.fp8.formats import Fp8Cache
 from kvq_kernels.interface import AttentionParams, Batch
+from kvq_kernels.triton import tuning
+from kvq_kernels.triton.common import is_interpreted
 
 MAX_DECODE_TOKENS = 16
 """New tokens per request that :func:`decode` accepts."""
@@ -469,8 +469,7 @@ def _launch(
         "SINKS": params.sinks is not None,
     }
     native = _has_native_fp8(device)
-    interpreted = bool(triton.knobs.runtime.interpret)
-    exact = interpreted or query.dtype == torch.float32
+    exact = is_interpreted() or query.dtype == torch.float32
     _attend[(num_blocks, num_kv_heads, splits)](
         query,
         cache.pages,
@@ -529,9 +528,7 @@ def _is_e4m3(cache: Fp8Cache) -> bool:
     return cache.fmt.dtype == torch.float8_e4m3fn
 
 
-@lru_cache(maxsize=16)
 def _has_native_fp8(device: torch.device) -> bool:
     """Whether Triton's own conversion from fp8 is exact and fast there."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    info = tuning.device_info(device)
+    return info.is_nvidia and int(info.arch.removeprefix("sm_")) >= 89
