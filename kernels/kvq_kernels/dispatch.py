@@ -71,9 +71,9 @@ class Kernels(Protocol):
 _NAMES = ("reference", "cpu", "triton")
 
 
-def kernel_names() -> tuple[str, ...]:
-    """Return the values that ``KVQ_KERNELS`` may have."""
-    return _NAMES
+def kernel_names(device: torch.device) -> tuple[str, str]:
+    """Return the values of ``KVQ_KERNELS`` that are meant for `device`, the best one last."""
+    return ("reference", _best(device))
 
 
 def select_kernels(device: torch.device) -> Kernels:

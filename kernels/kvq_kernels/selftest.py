@@ -193,7 +193,7 @@ def main() -> None:
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda"))
-    results = [run(name, device) for name in kernel_names() for device in devices]
+    results = [run(name, device) for device in devices for name in kernel_names(device)]
     print(json.dumps([asdict(result) for result in results]))
 
 

@@ -398,7 +398,7 @@ def test_json_has_everything_and_nothing_else(
     result = json.loads(out)
     assert status == 0
     by_name = {f["cache_dtype"]: f for f in result["formats"]}
-    assert set(by_name) == {"auto", "fp8", *SCHEMES}
+    assert set(by_name) == {"auto", "fp8", "kvq-fp8", *SCHEMES}
     assert by_name["kvq-int4"]["fits"][1]["gain"] == pytest.approx(3.55, abs=0.05)
     assert result["vllm_version"] is None
 

@@ -41,10 +41,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def fake() -> Iterator[FakeTensorMode]:
+    cached = (formats.hadamard, blocks.rotation)
+    for function in cached:  # no real tensors here, and no fakes in other tests
+        function.cache_clear()
     with FakeTensorMode() as mode:
         yield mode
-    for cached in (formats.hadamard, blocks.rotation):  # not to serve fakes to other tests
-        cached.cache_clear()
+    for function in cached:
+        function.cache_clear()
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -152,7 +152,7 @@ def prefill_tuning(fmt: Format, arch: str) -> PrefillTuning:
             tuned = dataclasses.replace(tuned, sealed_tile=32)
     elif arch.startswith("gfx"):
         tuned = PrefillTuning(sealed_tile=32)
-        if wide:
+        if wide or (fmt.head_size > 64 and fmt.key_bits == 8):
             tuned = dataclasses.replace(tuned, rows=64, num_warps=4)
     elif wide and fmt.key_group_size < 64:
         tuned = PrefillTuning(rows=16, num_warps=4)  # see _check_prefill
@@ -202,11 +202,15 @@ class SealTuning:
 
 
 def seal_tuning(fmt: Format) -> SealTuning:
-    """Return tiles that leave a thread about 32 fp32 numbers at a time, whatever the sizes."""
+    """Return tiles that leave a thread about 32 fp32 numbers at a time, whatever the sizes.
+
+    Half as many keys where values have 8 bits as well, or sm_100 and sm_120 spill 16 bytes.
+    """
+    budget = 4096 if fmt.value_bits == 4 else 2048
     width = fmt.head_size * fmt.key_bits // 8
     tuned = SealTuning(
         num_warps=8 if fmt.head_size > 128 else 4,
-        key_tile=min(1 << (width - 1).bit_length(), 4096 // fmt.key_group_size),
+        key_tile=min(1 << (width - 1).bit_length(), budget // fmt.key_group_size),
         value_tile=min(fmt.key_group_size * fmt.value_bits // 8, 32),
     )
     return _overridden(tuned, "seal")
