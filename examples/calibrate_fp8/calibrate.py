@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.setup_env import CORPUS, MODEL
 
-DOCUMENTS = 32
+DOCUMENTS = 12
 MAX_TOKENS = 256
 
 

@@ -276,9 +276,8 @@ def test_a_scale_per_tensor_is_the_largest_of_its_heads(llama: Path, tmp_path: P
 
 @pytest.mark.parametrize("per", ["head", "tensor"])
 def test_tensor_parallel_ranks_agree(
-    llama: Path, tmp_path: Path, per: str, monkeypatch: pytest.MonkeyPatch
+    llama: Path, tmp_path: Path, per: str, two_workers: None
 ) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two workers on one NUMA node
     files = [tmp_path / f"{ranks}.json" for ranks in (1, 2)]
     for ranks, file in zip((1, 2), files, strict=True):
         options = {"scales": "warmup", "scale_per": per, "scales_out": str(file)}

@@ -142,8 +142,7 @@ def test_compiled(llama: Path) -> None:
     assert mismatches(llama, None, tokens) > 0
 
 
-def test_tensor_parallel(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two workers on one NUMA node
+def test_tensor_parallel(llama: Path, two_workers: None) -> None:
     tokens = run(llama, "kvq-int4", tensor_parallel_size=2)
     assert mismatches(llama, Format.create("kvq-int4", 64), tokens) == 0
     assert mismatches(llama, None, tokens) > 0

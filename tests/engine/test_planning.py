@@ -74,9 +74,8 @@ def test_with_another_unit_size(tmp_path: Path) -> None:
     _assert_equal(result, folder, "kvq-int4", additional_config=options)
 
 
-def test_with_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_two_devices(tmp_path: Path, two_workers: None) -> None:
     """One kv head each; the engine's figures are those of one device."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two workers on one NUMA node
     folder = models.tiny_llama(tmp_path)
     result = _plan(folder, tensor_parallel_size=2)
     _assert_equal(result, folder, "kvq-int4", tensor_parallel_size=2)
