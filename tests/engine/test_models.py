@@ -136,16 +136,22 @@ def test_skipping_sliding_window_layers(gemma3: Path) -> None:
     assert mismatches(gemma3, lambda m: None if m.is_sliding else fmt, tokens) == 0
 
 
+def assert_quantised_up_to_a_tie(llama: Path, tokens: list[list[int]]) -> None:
+    """Sums in another order round a key to another code now and then, and may tip one choice."""
+    quantised = mismatches(llama, Format.create("kvq-int4", 64), tokens)
+    unquantised = mismatches(llama, None, tokens)
+    assert quantised <= 1
+    assert unquantised > 4 * quantised, (quantised, unquantised)
+
+
 def test_compiled(llama: Path) -> None:
     tokens = run(llama, "kvq-int4", enforce_eager=False)
-    assert mismatches(llama, Format.create("kvq-int4", 64), tokens) == 0
-    assert mismatches(llama, None, tokens) > 0
+    assert_quantised_up_to_a_tie(llama, tokens)
 
 
 def test_tensor_parallel(llama: Path, two_workers: None) -> None:
     tokens = run(llama, "kvq-int4", tensor_parallel_size=2)
-    assert mismatches(llama, Format.create("kvq-int4", 64), tokens) == 0
-    assert mismatches(llama, None, tokens) > 0
+    assert_quantised_up_to_a_tie(llama, tokens)
 
 
 def test_bfloat16_runs_the_same_chunked_or_not(llama: Path) -> None:
