@@ -239,8 +239,8 @@ def refuse_layer(backend: type[KVQBackend], selector_config: Any, device_capabil
         )
 
 
-class KVQImpl(AttentionImpl[KVQMetadata]):
-    """Runs one attention layer on a kvq cache."""
+class LayerImpl(AttentionImpl[KVQMetadata]):
+    """What the impls of all kvq caches share: vLLM's parameters and the way to the layer."""
 
     supports_pcp = False
     supports_dcp = False
@@ -283,8 +283,52 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
             sliding_window=sliding_window,
         )
         self.vllm_config = get_current_vllm_config()
-        config = KVQConfig.parse(self.vllm_config.additional_config)
-        self.fmt = config.format(kv_cache_dtype, head_size)
+        self.config = KVQConfig.parse(self.vllm_config.additional_config)
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Finish construction, with :attr:`config` at hand."""
+        raise NotImplementedError
+
+    def find_layer(self) -> tuple[str, Any]:
+        """Return the layer that this impl belongs to and its name, once all layers exist.
+
+        Raises:
+            KVQConfigError: the layer's cache holds something else than an ``Attention`` layer's.
+
+        """
+        layers = self.vllm_config.compilation_config.static_forward_context
+        name = next(name for name, layer in layers.items() if getattr(layer, "impl", None) is self)
+        _check_attention_class(name, layers[name], self.kv_cache_dtype)
+        return name, layers[name]
+
+    def complete_params(self, device: torch.device) -> None:
+        """Put what is known only once the weights are loaded into :attr:`params`."""
+        self.params = dataclasses.replace(
+            self.params,
+            sinks=self.sinks,
+            alibi_slopes=None
+            if self.alibi_slopes is None
+            else torch.tensor(self.alibi_slopes, dtype=torch.float32, device=device),
+        )
+
+
+def say_which_kernels(kernels: Any, is_reference: bool, device: torch.device) -> None:
+    """Log the kernels in use, once, with a warning if they are slow."""
+    if is_reference:
+        logger.warning_once(
+            "kvq: running the reference kernels, correct but slow: %s",
+            fallback_reason(device) or f"{ENV_VAR} is set.",
+        )
+    else:
+        logger.info_once("kvq: running the kernels of %s.", kernels.__name__)
+
+
+class KVQImpl(LayerImpl):
+    """Runs one attention layer on a cache of sealed units and a ring."""
+
+    def set_up(self) -> None:
+        self.fmt = self.config.format(self.kv_cache_dtype, self.head_size)
         # Set once the weights are loaded.
         self.residual_name: str | None = None
         self.kernels: Kernels = reference
@@ -295,10 +339,8 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         It is the one moment after all layers exist and before vLLM asks for cache specs. It
         comes again when weights are reloaded; the companion, and its cache, then stay.
         """
+        name, layer = self.find_layer()
         layers = self.vllm_config.compilation_config.static_forward_context
-        name = next(name for name, layer in layers.items() if getattr(layer, "impl", None) is self)
-        layer = layers[name]
-        check_attention_class(name, layer, self.kv_cache_dtype)
         self.residual_name = name + LAYER_SUFFIX
         if self.residual_name not in layers:
             layer.attn_backend = backend_for(self.fmt)
@@ -307,21 +349,9 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         self.kernels = select_kernels(device)
         if self.fmt.name == DEBUG_FORMAT:
             self.kernels = debug.PerToken(self.kernels)
-        if self.kernels is reference:
-            logger.warning_once(
-                "kvq: running the reference kernels, correct but slow: %s",
-                fallback_reason(device) or f"{ENV_VAR} is set.",
-            )
-        else:
-            logger.info_once("kvq: running the kernels of %s.", self.kernels.__name__)
+        say_which_kernels(self.kernels, self.kernels is reference, device)
         self.kernels.prepare(self.fmt, device)
-        self.params = dataclasses.replace(
-            self.params,
-            sinks=self.sinks,
-            alibi_slopes=None
-            if self.alibi_slopes is None
-            else torch.tensor(self.alibi_slopes, dtype=torch.float32, device=device),
-        )
+        self.complete_params(device)
 
     def forward(
         self,
@@ -416,7 +446,7 @@ class KVQImpl(AttentionImpl[KVQMetadata]):
         kernels.write_ring(key, value, part, metadata.prefills)
 
 
-def check_attention_class(name: str, layer: Any, cache_dtype: str) -> None:
+def _check_attention_class(name: str, layer: Any, cache_dtype: str) -> None:
     """Refuse layers that change what an ``Attention`` layer's cache holds."""
     if type(layer) is not Attention or layer.head_size_v != layer.head_size:
         raise KVQConfigError(

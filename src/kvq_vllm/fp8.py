@@ -8,11 +8,9 @@ from typing import Any, ClassVar
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
-from vllm.v1.attention.backend import AttentionImpl, AttentionType, MultipleOf
+from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from kvq_kernels import AttentionParams
-from kvq_kernels.dispatch import ENV_VAR, fallback_reason
 from kvq_kernels.fp8 import (
     BLOCK_SIZE_MULTIPLE,
     FP8_DTYPES,
@@ -23,8 +21,8 @@ from kvq_kernels.fp8 import (
 )
 from kvq_kernels.reference import attention
 from kvq_vllm import scales
-from kvq_vllm.backend import KVQBackend, KVQMetadata, check_attention_class, refuse_layer
-from kvq_vllm.config import KVQConfig, KVQConfigError
+from kvq_vllm.backend import KVQBackend, KVQMetadata, LayerImpl, refuse_layer, say_which_kernels
+from kvq_vllm.config import KVQConfig
 
 scales.take_over()
 
@@ -65,7 +63,7 @@ def check_layer(selector_config: Any, device_capability: Any) -> None:
     refuse_layer(Fp8Backend, selector_config, device_capability)
 
 
-class Fp8Impl(AttentionImpl[KVQMetadata]):
+class Fp8Impl(LayerImpl):
     """Runs one attention layer on an fp8 cache.
 
     Attributes:
@@ -74,50 +72,10 @@ class Fp8Impl(AttentionImpl[KVQMetadata]):
 
     """
 
-    supports_pcp = False
-    supports_dcp = False
     logger = init_logger(f"vllm.{__name__}")
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        """Take vLLM's parameters of one layer.
-
-        Raises:
-            KVQConfigError: for a layer that reads another layer's cache.
-
-        """
-        if kv_sharing_target_layer_name is not None:
-            raise KVQConfigError(
-                f"--kv-cache-dtype {kv_cache_dtype} does not support layers that share another "
-                "layer's KV cache yet: use --kv-cache-dtype auto for this model."
-            )
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = float(scale)
-        self.num_kv_heads = num_kv_heads
-        self.kv_cache_dtype = kv_cache_dtype
-        self.alibi_slopes = alibi_slopes
-        self.sinks = sinks
-        self.params = AttentionParams(
-            scale=self.scale,
-            soft_cap=logits_soft_cap or None,
-            sliding_window=sliding_window,
-        )
-        self.vllm_config = get_current_vllm_config()
-        self.config = KVQConfig.parse(self.vllm_config.additional_config)
-        self.fmt = self.config.fp8_format(kv_cache_dtype, head_size)
+    def set_up(self) -> None:
+        self.fmt = self.config.fp8_format(self.kv_cache_dtype, self.head_size)
         self.frozen_scales: tuple[torch.Tensor, torch.Tensor] | None = None
         self._largest_seen: torch.Tensor | None = None  # while measuring
         self.kernels: Fp8Kernels = reference  # until the weights are loaded
@@ -127,25 +85,11 @@ class Fp8Impl(AttentionImpl[KVQMetadata]):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Choose the kernels. The scales follow: :func:`kvq_vllm.scales.settle`."""
-        layers = self.vllm_config.compilation_config.static_forward_context
-        name = next(name for name, layer in layers.items() if getattr(layer, "impl", None) is self)
-        check_attention_class(name, layers[name], self.kv_cache_dtype)
-        self.device = layers[name]._k_scale.device
+        _, layer = self.find_layer()
+        self.device = layer._k_scale.device
         self.kernels = select_kernels(self.device)
-        if self.kernels is reference:
-            self.logger.warning_once(
-                "kvq: running the reference kernels, correct but slow: %s",
-                fallback_reason(self.device) or f"{ENV_VAR} is set.",
-            )
-        else:
-            self.logger.info_once("kvq: running the kernels of %s.", self.kernels.__name__)
-        self.params = dataclasses.replace(
-            self.params,
-            sinks=self.sinks,
-            alibi_slopes=None
-            if self.alibi_slopes is None
-            else torch.tensor(self.alibi_slopes, dtype=torch.float32, device=self.device),
-        )
+        say_which_kernels(self.kernels, self.kernels is reference, self.device)
+        self.complete_params(self.device)
 
     def forward(
         self,

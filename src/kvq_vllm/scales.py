@@ -161,10 +161,10 @@ def read_scales(path: str, cache_dtype: str) -> dict[str, dict[str, list[float]]
         raise KVQConfigError(
             f"scales_in {path} cannot be read ({type(error).__name__}: {error}): {way_out}."
         ) from None
-    if code_type != _code_type(cache_dtype):
+    if code_type != FP8_DTYPES[cache_dtype]:
         raise KVQConfigError(
             f"scales_in {path} is for {code_type}, but --kv-cache-dtype {cache_dtype} has "
-            f"{_code_type(cache_dtype)}: {way_out}."
+            f"{FP8_DTYPES[cache_dtype]}: {way_out}."
         )
     for tensor, scale in tensors.items():
         if not isinstance(scale, list) or not scale or not all(map(_is_scale, scale)):
@@ -182,10 +182,6 @@ def _is_scale(x: Any) -> bool:
     return isinstance(x, (int, float)) and math.isfinite(x) and x > 0
 
 
-def _code_type(cache_dtype: str) -> str:
-    return FP8_DTYPES[cache_dtype]
-
-
 def _scales_of_layer(layer: Any, path: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return this rank's key and value scales of a layer from a file."""
     layers = read_scales(path, layer.kv_cache_dtype)
@@ -199,13 +195,9 @@ def _scales_of_layer(layer: Any, path: str) -> tuple[torch.Tensor, torch.Tensor]
 
 def _own_heads(scale: list[float], layer: Any, name: str, path: str) -> torch.Tensor:
     """Return what belongs to this tensor-parallel rank, ``[1]`` or ``[num_kv_heads]``."""
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
+    from vllm.distributed import get_tp_group
 
-    rank, ranks, own = (
-        get_tensor_model_parallel_rank(),
-        get_tp_group().world_size,
-        layer.num_kv_heads,
-    )
+    rank, ranks, own = _tp_rank(), get_tp_group().world_size, layer.num_kv_heads
     if len(scale) == 1:
         return torch.tensor(scale)
     if len(scale) == ranks * own:
@@ -369,7 +361,7 @@ def _report(result: dict[str, dict[str, list[float]]], vllm_config: Any) -> None
     path = KVQConfig.parse(vllm_config.additional_config).scales_out
     if path is None:
         return
-    content = {"type": _code_type(vllm_config.cache_config.cache_dtype), "layers": result}
+    content = {"type": FP8_DTYPES[vllm_config.cache_config.cache_dtype], "layers": result}
     unfinished = Path(f"{path}.unfinished")
     unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     os.replace(unfinished, path)

@@ -160,7 +160,7 @@ def test_what_kernels_keep_is_made_when_weights_are_loaded(
     compilation = SimpleNamespace(static_forward_context=layers)
     impl.vllm_config = SimpleNamespace(compilation_config=compilation)
     monkeypatch.setattr(backend, "select_kernels", lambda device: kvq_kernels.triton)
-    monkeypatch.setattr(backend, "check_attention_class", lambda *args: None)
+    monkeypatch.setattr(backend, "_check_attention_class", lambda *args: None)
     blocks.rotation.cache_clear()
     impl.process_weights_after_loading(torch.bfloat16)
     made = blocks.rotation.cache_info().misses
