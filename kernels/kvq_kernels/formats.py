@@ -53,7 +53,8 @@ class Scheme:
         value_bits: 4 or 8; values have one scale and zero per token.
         anchor: whether the first token's key is kept apart, in 8 bits.
         rotate_values: whether values are stored rotated by :func:`hadamard`.
-        default_key_group_size: tokens per key group, or None for the whole unit.
+        default_unit_size: tokens per unit, where the user chooses none.
+        key_groups: key groups per unit, where the user chooses none.
 
     """
 
@@ -61,13 +62,14 @@ class Scheme:
     value_bits: int
     anchor: bool
     rotate_values: bool
-    default_key_group_size: int | None
+    default_unit_size: int
+    key_groups: int
 
 
 SCHEMES: Mapping[str, Scheme] = {
-    "kvq-int8": Scheme(8, 8, anchor=False, rotate_values=False, default_key_group_size=None),
-    "kvq-k8v4": Scheme(8, 4, anchor=False, rotate_values=True, default_key_group_size=None),
-    "kvq-int4": Scheme(4, 4, anchor=True, rotate_values=True, default_key_group_size=64),
+    "kvq-int8": Scheme(8, 8, False, False, default_unit_size=128, key_groups=1),
+    "kvq-k8v4": Scheme(8, 4, False, True, default_unit_size=256, key_groups=1),
+    "kvq-int4": Scheme(4, 4, True, True, default_unit_size=256, key_groups=2),
 }
 """Format name, as in ``--kv-cache-dtype``, to scheme."""
 
@@ -75,6 +77,18 @@ DEBUG_FORMAT = "kvq-debug-int4-per-token"
 """Known to be bad, see :mod:`kvq_kernels.debug`; there is no such format without the variable."""
 if os.environ.get("KVQ_DEBUG_FORMATS") == "1":
     SCHEMES = {**SCHEMES, DEBUG_FORMAT: SCHEMES["kvq-int8"]}
+
+
+def find_scheme(name: str) -> Scheme:
+    """Return the scheme called `name`.
+
+    Raises:
+        ValueError: there is none; the message is one sentence that lists the names.
+
+    """
+    if name not in SCHEMES:
+        raise ValueError(f"Unknown format {name!r}: choose one of {', '.join(SCHEMES)}.")
+    return SCHEMES[name]
 
 
 @dataclass(frozen=True)
@@ -99,8 +113,7 @@ class Format:
     key_group_size: int
 
     def __post_init__(self) -> None:
-        if self.name not in SCHEMES:
-            raise ValueError(f"Unknown format {self.name!r}: choose one of {', '.join(SCHEMES)}.")
+        find_scheme(self.name)
         if not supports_head_size(self.head_size):
             raise ValueError(
                 f"{self.name} does not support head size {self.head_size}: it must be a multiple "
@@ -120,25 +133,29 @@ class Format:
 
     @classmethod
     def create(
-        cls, name: str, head_size: int, unit_size: int = 128, key_group_size: int | None = None
+        cls,
+        name: str,
+        head_size: int,
+        unit_size: int | None = None,
+        key_group_size: int | None = None,
     ) -> Format:
-        """Return the format `name` for `head_size`, with the scheme's default key group size.
+        """Return the format `name` for `head_size`, with the scheme's sizes where none are given.
 
         Args:
             name: a key of :data:`SCHEMES`.
             head_size: channels per head.
-            unit_size: tokens per unit.
-            key_group_size: tokens per key scale; None takes the scheme's default, at most
-                `unit_size`.
+            unit_size: tokens per unit; None takes the scheme's default.
+            key_group_size: tokens per key scale; None divides the unit into the scheme's groups.
 
         Raises:
             ValueError: as :class:`Format`.
 
         """
+        scheme = find_scheme(name)
+        if unit_size is None:
+            unit_size = scheme.default_unit_size
         if key_group_size is None:
-            scheme = SCHEMES.get(name)
-            default = scheme.default_key_group_size if scheme else None
-            key_group_size = min(default or unit_size, unit_size)
+            key_group_size = unit_size // scheme.key_groups
         return cls(name, head_size, unit_size, key_group_size)
 
     @property

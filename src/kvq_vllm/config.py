@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from kvq_kernels.formats import DTYPE_PREFIX, SCHEMES, Format
+from kvq_kernels.formats import DTYPE_PREFIX, SCHEMES, Format, find_scheme
 from kvq_kernels.fp8 import FP8_DTYPES, Fp8Format, is_fp8
 from kvq_vllm.errors import KVQError
 
@@ -27,13 +27,15 @@ class KVQConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    unit_size: Literal[64, 128, 256] = Field(
-        128, description="Tokens sealed together; the newest up to this many stay unquantised."
+    unit_size: Literal[64, 128, 256] | None = Field(
+        None,
+        description="Tokens sealed together; the newest up to this many stay unquantised. None: "
+        "128 for kvq-int8, else 256.",
     )
     key_group_size: Literal[32, 64, 128, 256] | None = Field(
         None,
-        description="Tokens that share a scale per key channel; None: 64 for 4-bit keys, "
-        "else unit_size.",
+        description="Tokens that share a scale per key channel; None: half of unit_size for "
+        "4-bit keys, else unit_size.",
     )
     scales: Literal["checkpoint", "ones", "warmup"] = Field(
         "checkpoint",
@@ -65,15 +67,6 @@ class KVQConfig(BaseModel):
                 raise ValueError(f"scales_in replaces {others[0]}, so leave one of them out")
         elif self.scales != "warmup" and (useless := sorted(given & {"scale_per", "scales_out"})):
             raise ValueError(f'{useless[0]} has an effect only with "scales": "warmup"')
-        return self
-
-    @model_validator(mode="after")
-    def _group_fits_unit(self) -> KVQConfig:
-        if self.key_group_size is not None and self.key_group_size > self.unit_size:
-            raise ValueError(
-                f"key_group_size ({self.key_group_size}) must not exceed "
-                f"unit_size ({self.unit_size})"
-            )
         return self
 
     @classmethod
@@ -122,6 +115,15 @@ class KVQConfig(BaseModel):
                 f"{cache_dtype}: leave it out."
             )
 
+    def unit_size_of(self, cache_dtype: str) -> int:
+        """Return the tokens per unit of a format that has units.
+
+        Raises:
+            ValueError: there is no such format.
+
+        """
+        return self.unit_size or find_scheme(cache_dtype).default_unit_size
+
     def fp8_format(self, cache_dtype: str, head_size: int) -> Fp8Format:
         """Return the fp8 format of a layer with `head_size`.
 
@@ -142,7 +144,16 @@ class KVQConfig(BaseModel):
 
         """
         try:
-            return Format.create(cache_dtype, head_size, self.unit_size, self.key_group_size)
+            unit_size = self.unit_size_of(cache_dtype)
+        except ValueError as error:
+            raise _unusable(cache_dtype, error) from None
+        if self.key_group_size is not None and self.key_group_size > unit_size:
+            raise KVQConfigError(
+                f"{OPTION} has key_group_size {self.key_group_size}, above the unit_size "
+                f"{unit_size} of {cache_dtype}: choose a smaller one, or a larger unit_size."
+            )
+        try:
+            return Format.create(cache_dtype, head_size, unit_size, self.key_group_size)
         except ValueError as error:
             raise _unusable(cache_dtype, error) from None
 

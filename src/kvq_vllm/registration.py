@@ -137,7 +137,8 @@ def _default_block_size(vllm_config: Any) -> None:
     cache_config = vllm_config.cache_config
     if is_fp8(cache_config.cache_dtype):
         return  # any block size of vLLM's
-    unit_size = KVQConfig.parse(vllm_config.additional_config).unit_size
+    config = KVQConfig.parse(vllm_config.additional_config)
+    unit_size = config.unit_size_of(cache_config.cache_dtype)
     if not cache_config.user_specified_block_size and cache_config.block_size % unit_size:
         cache_config.block_size = unit_size
 

@@ -18,8 +18,8 @@ from support.models import corpus_tokens, smollm2
 from kvq_kernels import SCHEMES, Format
 
 NEW_TOKENS = 45
-# Around the unit of 128 tokens, several units, and prefixes of each other.
-LENGTHS = [31, 63, 64, 65, 127, 128, 129, 200, 257, 300, 520]
+# Around the units of 128 and 256 tokens, several units, and prefixes of each other.
+LENGTHS = [31, 64, 127, 128, 129, 200, 255, 256, 257, 300, 520]
 
 
 @cache
@@ -32,7 +32,7 @@ def prompts() -> list[list[int]]:
 def repetitive_prompts() -> list[list[int]]:
     """Prompts that invite n-gram drafts, ending a few tokens before and after a unit's end."""
     text = corpus_tokens(2000)
-    return [(text[:40] * 8)[:n] for n in (118, 122, 126, 127, 128, 129, 250, 255)]
+    return [(text[:40] * 8)[:n] for n in (118, 126, 128, 246, 250, 254, 256, 257)]
 
 
 def run(name: str, inputs: list[list[int]], **options: object) -> list[list[int]]:
@@ -100,7 +100,8 @@ def test_prefix_caching_cold_and_hit(name: str) -> None:
         before = engines.metric(llm, "vllm:prefix_cache_hits")
         assert_same(name, prompts(), engines.generate(llm, prompts(), NEW_TOKENS), expected)
         # Whole pages below the last token of the prompt.
-        hits = sum((n - 1) // 128 * 128 for n in LENGTHS)
+        unit = Format.create(name, 64).unit_size
+        hits = sum((n - 1) // unit * unit for n in LENGTHS)
         assert engines.metric(llm, "vllm:prefix_cache_hits") - before == hits
 
 
@@ -116,7 +117,9 @@ def test_prefix_hit_on_what_a_request_of_the_same_step_computes() -> None:
 def test_preemption(name: str) -> None:
     """Six requests fit while they have one page each, and not when they grow to two."""
     text = corpus_tokens(2000)
-    inputs = [text[100 * i : 100 * i + n] for i, n in enumerate((100, 105, 110, 115, 120, 127))]
+    unit = Format.create(name, 64).unit_size
+    lengths = [unit - missing for missing in (28, 23, 18, 13, 8, 1)]
+    inputs = [text[100 * i : 100 * i + n] for i, n in enumerate(lengths)]
     expected = run(name, inputs)
     ring_blocks = {"kvq-int8": 4, "kvq-k8v4": 8, "kvq-int4": 8}[name]
     with engines.engine(
@@ -189,7 +192,7 @@ def test_other_unit_sizes(unit_size: int) -> None:
 
 
 def test_pages_of_several_units() -> None:
-    tokens = run("kvq-int4", prompts(), block_size=256, enable_prefix_caching=True)
+    tokens = run("kvq-int4", prompts(), block_size=512, enable_prefix_caching=True)
     assert_same("kvq-int4", prompts(), tokens, plain_tokens("kvq-int4"))
 
 

@@ -1,6 +1,7 @@
 """The record layout: sizes, alignment, and errors."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -56,11 +57,17 @@ def test_sections_are_aligned_and_adjacent(fmt: Format) -> None:
     assert fmt.record_bytes - fmt.content_bytes < fmt.unit_size
 
 
-def test_default_key_group_sizes() -> None:
-    assert Format.create("kvq-int4", 64).key_group_size == 64
-    assert Format.create("kvq-int4", 64, unit_size=256).key_group_size == 64
-    assert Format.create("kvq-int8", 64, unit_size=256).key_group_size == 256
-    assert Format.create("kvq-k8v4", 64).key_group_size == 128
+def test_default_sizes() -> None:
+    def sizes(*arguments: Any) -> tuple[int, int]:
+        fmt = Format.create(*arguments)
+        return fmt.unit_size, fmt.key_group_size
+
+    assert sizes("kvq-int4", 64) == (256, 128)
+    assert sizes("kvq-int4", 64, 128) == (128, 64)
+    assert sizes("kvq-int4", 64, None, 64) == (256, 64)
+    assert sizes("kvq-int8", 64) == (128, 128)
+    assert sizes("kvq-int8", 64, 256) == (256, 256)
+    assert sizes("kvq-k8v4", 64) == (256, 256)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,37 @@ from kvq_vllm.config import KVQConfig, KVQConfigError, is_kvq
 def test_defaults() -> None:
     for additional_config in (None, {}, {"other": 1}, {"kvq": None}, {"kvq": {}}):
         config = KVQConfig.parse(additional_config)
-        assert config.unit_size == 128
+        assert config.unit_size is None
         assert config.key_group_size is None
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sizes"),
+    [
+        ("kvq-int8", {}, (128, 128)),
+        ("kvq-k8v4", {}, (256, 256)),
+        ("kvq-int4", {}, (256, 128)),
+        ("kvq-int4", {"unit_size": 128}, (128, 64)),
+        ("kvq-int4", {"key_group_size": 256}, (256, 256)),
+    ],
+)
+def test_sizes_of_a_format(name: str, options: dict[str, int], sizes: tuple[int, int]) -> None:
+    config = KVQConfig.parse({"kvq": options})
+    fmt = config.format(name, 64)
+    assert (fmt.unit_size, fmt.key_group_size) == sizes
+    assert config.unit_size_of(name) == fmt.unit_size
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("kvq-int4", {"unit_size": 64, "key_group_size": 128}),
+        ("kvq-int8", {"key_group_size": 256}),
+    ],
+)
+def test_key_groups_longer_than_a_unit(name: str, options: dict[str, int]) -> None:
+    with pytest.raises(KVQConfigError, match=r"has key_group_size .*, above the unit_size .*: choo"):
+        KVQConfig.parse({"kvq": options}).format(name, 64)
 
 
 def test_values_reach_the_format() -> None:
@@ -28,7 +57,6 @@ def test_values_reach_the_format() -> None:
         ({"unit_size": 128.0}, "unit_size is 128.0 but must be a whole number"),
         ({"key_group_size": True}, "key_group_size is True but must be a whole number"),
         ({"key_group_size": 48}, "key_group_size is 48 but must be 32, 64, 128 or 256"),
-        ({"unit_size": 64, "key_group_size": 128}, "key_group_size .128. must not exceed unit"),
     ],
     ids=str,
 )

@@ -83,14 +83,14 @@ def forward(
 
     impl: Any = KVQImpl.__new__(KVQImpl)
     impl.fmt, impl.params, impl.kernels, impl.residual_name = fmt, params, kernels, "ring"
-    layer = SimpleNamespace(ring=ring, spec=SimpleNamespace(capacity=128))
+    layer = SimpleNamespace(ring=ring, spec=SimpleNamespace(capacity=fmt.unit_size))
     context = SimpleNamespace(
-        no_compile_layers={"ring": layer}, attn_metadata={"ring": metadata(4)}
+        no_compile_layers={"ring": layer}, attn_metadata={"ring": metadata(fmt.unit_size // 32)}
     )
     monkeypatch.setattr(backend, "get_forward_context", lambda: context)
     query = empty(num_tokens, HEADS, HEAD_SIZE, dtype=torch.bfloat16)
     key = empty(num_tokens, KV_HEADS, HEAD_SIZE, dtype=torch.bfloat16)
-    pages = empty(40, KV_HEADS, 128, fmt.bytes_per_token, dtype=torch.uint8)
+    pages = empty(40, KV_HEADS, fmt.unit_size, fmt.bytes_per_token, dtype=torch.uint8)
     impl.forward(layer, query, key, key, pages, metadata(64), torch.empty_like(query))
 
 

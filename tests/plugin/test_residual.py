@@ -52,7 +52,8 @@ def test_ring_shares_the_page_size_and_holds_a_unit_and_the_drafts(
 @pytest.mark.parametrize("name", SCHEMES)
 def test_pages_count_packed_bytes_with_and_without_a_window(name: str) -> None:
     fmt = Format.create(name, 128)
-    full, window = page_spec(fmt, 128), page_spec(fmt, 128, window=4096)
+    unit = fmt.unit_size
+    full, window = page_spec(fmt, unit), page_spec(fmt, unit, window=4096)
     assert full.page_size_bytes == window.page_size_bytes == 8 * fmt.record_bytes
 
 

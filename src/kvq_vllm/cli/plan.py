@@ -72,7 +72,9 @@ def command(
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="As vLLM's option; matters to sliding windows.")
     ] = None,
-    unit_size: Annotated[int, typer.Option(help="As in additional_config.")] = 128,
+    unit_size: Annotated[
+        int | None, typer.Option(help="As in additional_config; default: each format's own.")
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float16 or float32, in place of the model's.")
     ] = None,

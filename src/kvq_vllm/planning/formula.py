@@ -39,7 +39,7 @@ class CacheFormat:
     ours: bool = False
 
     def block_size(self, config: KVQConfig) -> int:
-        return config.unit_size if self.has_ring else DEFAULT_BLOCK_SIZE
+        return config.unit_size_of(self.name) if self.has_ring else DEFAULT_BLOCK_SIZE
 
 
 def _unquantised(layer: LayerShape, itemsize: int, config: KVQConfig) -> int:
@@ -130,7 +130,7 @@ def ring_bytes(shape: ModelShape, fmt: CacheFormat, sizes: Sizes, context: int) 
     if not fmt.has_ring:
         return 0
     page = max(_page_bytes(shape, layer, fmt, sizes) for layer in shape.layers)
-    capacity = min(context, sizes.config.unit_size)
+    capacity = min(context, sizes.config.unit_size_of(fmt.name))
     blocks = 0
     for layer in shape.layers:
         token = sizes.kv_heads(layer) * _unquantised(layer, DTYPE_BYTES[shape.dtype], sizes.config)
@@ -176,7 +176,8 @@ def supports(shape: ModelShape, fmt: CacheFormat, config: KVQConfig) -> str | No
             if is_fp8(fmt.name):
                 Fp8Format(fmt.name, layer.head_size)
                 continue
-            Format.create(fmt.name, layer.head_size, config.unit_size, config.key_group_size)
+            unit_size = config.unit_size_of(fmt.name)
+            Format.create(fmt.name, layer.head_size, unit_size, config.key_group_size)
         except ValueError as error:
             return str(error).rstrip(".")
     return None
