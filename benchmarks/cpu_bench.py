@@ -34,7 +34,8 @@ import torch
 
 from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, LayerCache, cpu, reference
 
-UNIT_SIZE = 128
+# Tokens beyond the context when decoding: half a window of 128 tokens, three quarters of 256.
+TAIL = 192
 VLLM_BLOCK_SIZE = 128
 LAYERS_BYTES = 128 * 2**20  # of vLLM's cache, all layers together
 MAX_ERROR = 6e-3  # bf16 output, see tests/kernels/test_cpu.py
@@ -100,7 +101,7 @@ class Step:
         torch.manual_seed(0)
         self.case = case
         prefill = case.op == "prefill"
-        self.length = case.context + (0 if prefill else UNIT_SIZE // 2)
+        self.length = case.context + (0 if prefill else TAIL)
         self.new = self.length if prefill else 1
         count, d = case.batch * self.length, case.head_size
         self.num_heads = case.gqa * case.num_kv_heads
@@ -124,12 +125,13 @@ class Step:
 
 def kvq_side(step: Step, name: str) -> tuple[Callable[[], torch.Tensor], Callable[[], float]]:
     """Return what to time, and what to check it with: the largest relative error."""
-    case, fmt = step.case, Format.create(name, step.case.head_size, UNIT_SIZE)
-    table = step.block_table(UNIT_SIZE)
+    case, fmt = step.case, Format.create(name, step.case.head_size)
+    unit_size = fmt.unit_size
+    table = step.block_table(unit_size)
     pages = torch.zeros(
-        table.numel(), case.num_kv_heads, UNIT_SIZE, fmt.bytes_per_token, dtype=torch.uint8
+        table.numel(), case.num_kv_heads, unit_size, fmt.bytes_per_token, dtype=torch.uint8
     )
-    ring_block, capacity = UNIT_SIZE // 4, UNIT_SIZE * 5 // 4
+    ring_block, capacity = unit_size // 4, unit_size * 5 // 4
     ring_blocks = capacity // ring_block
     ring = torch.zeros(
         case.batch * ring_blocks, case.num_kv_heads, ring_block, 2 * case.head_size,
@@ -161,9 +163,9 @@ def kvq_side(step: Step, name: str) -> tuple[Callable[[], torch.Tensor], Callabl
             expected = torch.empty(step.query.shape)
             reference.decode(step.query, cache, batch, params, expected)
         else:  # the last unit of queries will do
-            last = slice(-UNIT_SIZE, None)
-            actual, expected = actual[last], torch.empty(UNIT_SIZE, *step.query.shape[1:])
-            tail = Batch(torch.tensor([0, UNIT_SIZE]), step.lens)
+            last = slice(-unit_size, None)
+            actual, expected = actual[last], torch.empty(unit_size, *step.query.shape[1:])
+            tail = Batch(torch.tensor([0, unit_size]), step.lens)
             reference.prefill(
                 step.query[last], step.key[last], step.value[last], cache, tail, params, expected
             )

@@ -147,7 +147,7 @@ class Check:
     head_size: int
     gqa: int
     dtype: torch.dtype = torch.bfloat16
-    unit_size: int = 128
+    unit_size: int | None = None
     key_group_size: int | None = None
     feature: str = "plain"
     chunks: tuple[tuple[int, int], ...] = ((300, 140), (150, 1), (1, 1), (1, 5))
@@ -178,7 +178,7 @@ def checks() -> Iterator[Check]:
             yield Check(name, 128, gqa)
         for dtype in (torch.float16, torch.float32):
             yield Check(name, 128, 4, dtype)
-        for unit_size, group in ((64, 32), (64, 64), (128, 128), (256, 64), (256, 256)):
+        for unit_size, group in ((64, 32), (64, 64), (128, 64), (128, 128), (256, 64), (256, 256)):
             yield Check(name, 128, 4, unit_size=unit_size, key_group_size=group)
         for feature in FEATURES:
             yield Check(name, 128, 4, feature=feature)
@@ -479,7 +479,7 @@ class Step:
 
     def side(self, name: str) -> Side:
         shape = self.shape
-        fmt = Format.create(name, shape.head_size, 64 if INTERPRET else 128)
+        fmt = Format.create(name, shape.head_size, 64 if INTERPRET else None)
         cache, out = self.cache(fmt), torch.full_like(self.query, math.nan)
         new = (self.new_key, self.new_value, cache, self.batch)
         sealed = shape.length // fmt.unit_size * fmt.unit_size

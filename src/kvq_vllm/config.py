@@ -30,7 +30,7 @@ class KVQConfig(BaseModel):
     unit_size: Literal[64, 128, 256] | None = Field(
         None,
         description="Tokens sealed together; the newest up to this many stay unquantised. None: "
-        "128 for kvq-int8, else 256.",
+        "256 for kvq-int4, else 128.",
     )
     key_group_size: Literal[32, 64, 128, 256] | None = Field(
         None,

@@ -200,7 +200,7 @@ def test_the_formula_of_the_readme() -> None:
     for one_byte in (fp8, ours_fp8):
         assert formula.bytes_per_token(shape, one_byte, Sizes()) == 64 * 1024
     assert [f.name for f in sealed] == list(SCHEMES)
-    per_head = {"kvq-int8": 264, "kvq-k8v4": 198, "kvq-int4": 137}
+    per_head = {"kvq-int8": 264, "kvq-k8v4": 200, "kvq-int4": 137}
     for fmt in sealed:
         assert formula.bytes_per_token(shape, fmt, Sizes()) == 32 * 8 * per_head[fmt.name]
     assert formula.request_bytes(shape, auto, Sizes(), 32768) == 4 * GIB

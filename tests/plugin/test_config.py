@@ -16,7 +16,7 @@ def test_defaults() -> None:
     ("name", "options", "sizes"),
     [
         ("kvq-int8", {}, (128, 128)),
-        ("kvq-k8v4", {}, (256, 256)),
+        ("kvq-k8v4", {}, (128, 128)),
         ("kvq-int4", {}, (256, 128)),
         ("kvq-int4", {"unit_size": 128}, (128, 64)),
         ("kvq-int4", {"key_group_size": 256}, (256, 256)),
