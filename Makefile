@@ -71,9 +71,9 @@ test-engine: setup ## the tests that start a vLLM engine
 	$(PYTEST) $(PARALLEL) -m engine $(ARGS)
 
 .PHONY: test-vllm-next
-test-vllm-next: setup ## the tests that use vLLM, against the next one on this one's libraries
+test-vllm-next: setup ## the tests that use vLLM, or TESTS=..., against the next one on this one's libraries
 	$(VENV_PYTHON) tools/vllm_next.py
-	PYTHONPATH=$(CURDIR)/.venv-next/overlay $(PYTEST) tests/plugin tests/engine \
+	PYTHONPATH=$(CURDIR)/.venv-next/overlay $(PYTEST) $(or $(TESTS),tests/plugin tests/engine) \
 		--ignore tests/engine/test_figures.py $(ARGS)
 
 .PHONY: sanitize

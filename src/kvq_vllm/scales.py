@@ -169,8 +169,8 @@ def read_scales(path: str, cache_dtype: str) -> dict[str, dict[str, list[float]]
     for tensor, scale in tensors.items():
         if not isinstance(scale, list) or not scale or not all(map(_is_scale, scale)):
             raise KVQConfigError(
-                f"scales_in {path}: {tensor} is {str(scale)[:80]} but must be a list of positive, finite "
-                f"numbers: {way_out}."
+                f"scales_in {path}: {tensor} is {str(scale)[:80]} but must be a list of positive, "
+                f"finite numbers: {way_out}."
             )
     return layers  # type: ignore[no-any-return]
 
