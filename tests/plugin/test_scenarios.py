@@ -39,7 +39,7 @@ def test_every_test_that_the_page_names_exists() -> None:
 
 def test_every_row_of_the_page_has_a_test_or_a_reason() -> None:
     lines = PAGE.read_text(encoding="utf-8").splitlines()
-    rows = [line for line in lines if line.startswith("| ") and not line.startswith("| Fault")]
+    rows = [line for line in lines if re.match(r"\| (?!Fault|---)", line)]
     assert len(rows) >= 34
     for row in rows:
         shown = row.strip("| ").split(" | ")[-1]
