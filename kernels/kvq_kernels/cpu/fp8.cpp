@@ -91,6 +91,7 @@ void write(const KvqArgs& a) {
       while (row >= index_at(a.query_start_loc, a.query_start_loc_is_64, request + 1)) {
         tokens = request_at(a, ++request);
       }
+      if (tokens.end == 0) continue;  // a dummy request
       for (int64_t head = 0; head < heads; ++head) {
         uint8_t* to = token_at(a, request, tokens.start + row - tokens.row, head);
         Fp8<kType>::write_row(to, a.key + row * a.key_row_stride + head * a.key_head_stride,

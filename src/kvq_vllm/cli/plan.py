@@ -137,9 +137,17 @@ def _by_hand(
     layers: int | None, heads: int | None, kv_heads: int | None, head_size: int
 ) -> ModelShape:
     from kvq_vllm.planning import LayerShape, ModelShape
+    from kvq_vllm.planning.shape import check_size
 
     if not layers or not kv_heads or layers < 1 or kv_heads < 1 or head_size < 1:
         raise KVQError("A model by hand needs --layers and --kv-heads, both 1 or more.")
+    for option, field, value in (
+        ("--layers", "num_layers", layers),
+        ("--heads", "num_heads", heads),
+        ("--kv-heads", "num_kv_heads", kv_heads),
+        ("--head-size", "head_dim", head_size),
+    ):
+        check_size(option, field, value)
     if heads and heads % kv_heads:
         raise KVQError(f"--heads {heads} is no multiple of --kv-heads {kv_heads}: correct one.")
     return ModelShape(

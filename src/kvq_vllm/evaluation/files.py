@@ -22,6 +22,7 @@ from typing import Any
 from kvq_vllm.errors import KVQError
 from kvq_vllm.evaluation.settings import BASELINE, Settings
 from kvq_vllm.evaluation.tasks import Prompt
+from kvq_vllm.reading import read_json
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -52,7 +53,7 @@ class RunFolder:
         file = self.path / "settings.json"
         try:
             if file.exists():
-                if json.loads(file.read_text())["fingerprint"] != fingerprint:
+                if self.header()["fingerprint"] != fingerprint:
                     raise KVQError(
                         f"{self.path} holds results of another model, text, size, option or "
                         "version: name another folder with --out, or delete it."
@@ -69,11 +70,18 @@ class RunFolder:
                 f"Results cannot be kept in {self.path} ({error}): name another folder with --out."
             ) from None
 
+    def header(self) -> dict[str, Any]:
+        """Return what settings.json holds: "fingerprint", "settings" and "versions"."""
+        header: dict[str, Any] = self._read(self.path / "settings.json", dict)
+        if missing := {"fingerprint", "settings", "versions"} - header.keys():
+            raise self._unreadable(self.path / "settings.json", f"no {min(missing)}")
+        return header
+
     def settings(self) -> Settings:
-        return Settings.from_json(json.loads((self.path / "settings.json").read_text())["settings"])
+        return Settings.from_json(self.header()["settings"])
 
     def prompts(self) -> dict[str, list[Prompt]]:
-        plain = json.loads((self.path / "prompts.json").read_text())
+        plain = self._read(self.path / "prompts.json", dict)
         return {task: [Prompt.from_json(p) for p in ps] for task, ps in plain.items()}
 
     def result(self, cache_dtype: str, task: str) -> Path:
@@ -83,8 +91,29 @@ class RunFolder:
         return self.result(cache_dtype, task).exists()
 
     def records(self, cache_dtype: str, task: str) -> list[dict[str, Any]]:
-        records: list[dict[str, Any]] = json.loads(self.result(cache_dtype, task).read_text())
+        records: list[dict[str, Any]] = self._read(self.result(cache_dtype, task), list)
         return records
+
+    def _read(self, file: Path, kind: type) -> Any:
+        """Return a file's contents.
+
+        Raises:
+            KVQError: it is not there, no JSON, or holds something else.
+
+        """
+        try:
+            data = read_json(file)
+        except (OSError, ValueError) as error:
+            raise self._unreadable(file, error) from None
+        if not isinstance(data, kind):
+            raise self._unreadable(file, f"it holds no {kind.__name__}")
+        return data
+
+    def _unreadable(self, file: Path, reason: object) -> KVQError:
+        return KVQError(
+            f"{file} cannot be read ({reason}): delete {self.path} and run again, or name another "
+            "folder with --out."
+        )
 
     def predictions(self, prompt: int) -> Path:
         return self.path / BASELINE / f"predictions-{prompt}.npz"

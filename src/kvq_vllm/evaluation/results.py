@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -141,7 +140,7 @@ def evaluation_of(
 
     """
     settings = run.settings()
-    header = json.loads((run.path / "settings.json").read_text())
+    header = run.header()
     prompts, tasks = run.prompts(), settings.tasks
 
     def records(cache_dtype: str) -> dict[str, Records]:

@@ -20,6 +20,7 @@ from kvq_vllm.evaluation.files import RunFolder, write_json
 from kvq_vllm.evaluation.results import Evaluation, evaluation_of
 from kvq_vllm.evaluation.settings import BASELINE, Settings, Size
 from kvq_vllm.evaluation.tasks import Tokenizer, build_prompts
+from kvq_vllm.reading import read_json
 
 IN_TREE = {"cpu": ("fp8",)}
 """vLLM's own quantised formats that are measured by default, by platform."""
@@ -130,13 +131,17 @@ def _in_tree() -> tuple[str, ...]:
 
 def _fit_to_model(settings: Settings) -> Settings:
     """Limit the prompts to what the model can hold."""
-    config = json.loads((settings.model / "config.json").read_text())
+    path = settings.model / "config.json"
+    try:
+        config = read_json(path)
+    except (OSError, ValueError) as error:
+        raise KVQError(f"{path} cannot be read ({error}): give a valid config.json.") from None
     limits = [
         part.get("max_position_embeddings")
         for part in (config, config.get("text_config"))
         if isinstance(part, dict)
     ]
-    limit = min((x for x in limits if x), default=settings.size.context)
+    limit = min((x for x in limits if type(x) is int and x > 0), default=settings.size.context)
     size = settings.size
     fitted = Size(
         prompts=size.prompts,
@@ -150,7 +155,9 @@ def _load_tokenizer(model: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(model), local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         raise KVQError(
             f"The tokenizer in {model} cannot be loaded ({_first_line(str(error))}) "

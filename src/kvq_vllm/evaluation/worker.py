@@ -168,7 +168,7 @@ class Worker:
             if self.cache_dtype == BASELINE:
                 np.savez(predictions, **vars(scores))
             else:
-                baseline = Scores(**np.load(predictions))
+                baseline = Scores(**np.load(predictions, allow_pickle=False))
                 record["kl"] = _rounded(kl_divergence(baseline, scores))
                 agree = baseline.tokens[:, 0] == scores.tokens[:, 0]
                 record["agree"] = agree.astype(int).tolist()

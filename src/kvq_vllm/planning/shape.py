@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvq_vllm.errors import KVQError
+from kvq_vllm.reading import read_json
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -17,6 +17,25 @@ _STATE_LAYERS = ("linear", "mamba", "ssm", "conv", "recurrent", "gated_delta", "
 _MIXED_LAYERS = ("full_attention_interval", "attn_layer_period", "mamba_d_state", "ssm_cfg")
 """Fields of models with such layers, which may not say which layers these are."""
 _WEIGHT_FILES = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")
+_MAX_LAYERS, _MAX_HEADS, _MAX_WIDTH, _MAX_TOKENS = 10_000, 10_000, 1_000_000, 1 << 32
+_MAX_WEIGHT_BYTES = 1 << 60
+_LIMITS = {  # name of a field: its smallest and its largest value
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), (1, _MAX_LAYERS)),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), (1, _MAX_HEADS)),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), (1, _MAX_HEADS)),
+    "num_global_key_value_heads": (1, _MAX_HEADS),
+    **dict.fromkeys(("hidden_size", "n_embd"), (1, _MAX_WIDTH)),
+    **dict.fromkeys(("head_dim", "global_head_dim", "v_head_dim"), (1, _MAX_WIDTH)),
+    **dict.fromkeys(("kv_lora_rank", "qk_rope_head_dim", "num_kv_shared_layers"), (0, _MAX_WIDTH)),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), (0, _MAX_WIDTH)),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), (0, _MAX_TOKENS)),
+    "vocab_size": (1, _MAX_TOKENS),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), (1, _MAX_TOKENS)),
+    **dict.fromkeys(("max_sequence_length", "seq_length"), (1, _MAX_TOKENS)),
+    **dict.fromkeys(("attention_chunk_size", "sliding_window_pattern"), (1, _MAX_TOKENS)),
+    "sliding_window": (0, _MAX_TOKENS),
+}
+"""Far beyond any model. What is larger is a mistake or worse, and would only exhaust memory."""
 _BITS_OF_METHOD = {"fp8": 8, "awq": 4, "gptq": 4, "mxfp4": 4, "bitsandbytes": 4, "nvfp4": 4}
 
 
@@ -96,13 +115,36 @@ def read_model(model: str | Path) -> ModelShape:
     """
     path = _find_config(str(model))
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except (OSError, ValueError) as error:
         raise KVQError(f"{path} cannot be read ({error}): give a valid config.json.") from None
     if not isinstance(config, dict):
         raise KVQError(f"{path} does not hold a model's configuration: give a valid config.json.")
     name = path.resolve().parent.name if Path(model).expanduser().exists() else str(model)
-    return _shape(name, path, config)
+    try:
+        return _shape(name, path, config)
+    except (AttributeError, TypeError, ValueError) as error:  # such as a number in a list's place
+        raise KVQError(f"{path} is malformed ({error}): give a valid config.json.") from None
+
+
+def check_size(what: str, name: str, value: Any) -> None:
+    """Refuse a size that no model has.
+
+    Args:
+        what: file or option that it comes from.
+        name: of the field in a config.json.
+        value: of any type; None is a field that is not set.
+
+    Raises:
+        KVQError: it is no whole number in the field's limits.
+
+    """
+    low, high = _LIMITS[name]
+    if value is not None and (type(value) is not int or not low <= value <= high):
+        raise KVQError(
+            f"{what} is {str(value)[:40]} but must be a whole number from {low} to {high}: "
+            "correct it, or describe the model with --layers and its siblings."
+        )
 
 
 def _find_config(model: str) -> Path:
@@ -144,6 +186,8 @@ class _Fields:
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         self.path = path
         self.raw = _text_config(config)
+        for name in _LIMITS:
+            check_size(f"{path}: {name}", name, self.raw.get(name))
         self.notes: list[str] = []
         self.has_state_layers = False
         self._defaults = None if _is_complete(self.raw) else self._ask_transformers()
@@ -177,7 +221,9 @@ class _Fields:
         try:
             from transformers import AutoConfig
 
-            config = AutoConfig.from_pretrained(self.path, local_files_only=True)
+            config = AutoConfig.from_pretrained(
+                self.path, local_files_only=True, trust_remote_code=False
+            )
             return config.get_text_config()
         except ImportError:
             self.notes.append(
@@ -328,6 +374,8 @@ def _layer_types(fields: _Fields, num_layers: int, window: int | None) -> list[s
 
     """
     if types := fields.get("layer_types", "layers_block_type"):
+        if len(types) > _MAX_LAYERS:
+            raise ValueError(f"{len(types)} layer types")
         return [str(kind) for kind in types]
     if any(fields.get(name) for name in _MIXED_LAYERS):
         raise KVQError(
@@ -352,9 +400,10 @@ def _weight_files(folder: Path) -> int | None:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            size = json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"]
-            return int(size)
-        except (ValueError, KeyError, TypeError):
+            size = read_json(index)["metadata"]["total_size"]
+            if 0 < size < _MAX_WEIGHT_BYTES:
+                return int(size)
+        except (OSError, ValueError, KeyError, TypeError):
             pass  # some indices have no metadata: add up the files instead
     for pattern in _WEIGHT_FILES:
         if files := list(folder.glob(pattern)):
