@@ -141,33 +141,33 @@ def _check_connectors(cache_dtype: str, vllm_config: Any, config: KVQConfig) -> 
     connector = connectors.chosen(vllm_config)
     if connector is None:
         return
-    with_connector = f"with connector {connector}"
     offloading = vllm_config.cache_config.kv_offloading_size is not None
     option = "--kv-offloading-size" if offloading else "--kv-transfer-config"
     transfer = vllm_config.kv_transfer_config
+    module = getattr(transfer, "kv_connector_module_path", None)
     tested = connectors.tested_with(cache_dtype)
-    if connector not in tested or getattr(transfer, "kv_connector_module_path", None):
+    if connector not in tested or module:
         ring = connectors.has_ring(cache_dtype)
         _refuse(
-            option,
-            f"{with_connector} is not known to work with --kv-cache-dtype {cache_dtype}"
+            f"{option} with connector {connector}" + (f" of {module}" if module else ""),
+            f"is not known to work with --kv-cache-dtype {cache_dtype}"
             + (", whose newest tokens lie outside the pages that it moves" if ring else ""),
             f"use {' or '.join(sorted(tested))}"
             + (", --kv-cache-dtype kvq-fp8" if ring else "")
             + ", or --kv-cache-dtype auto",
         )
-    extra_config = getattr(transfer, "kv_connector_extra_config", None) or {}
-    if extra_config.get("spec_name", "CPUOffloadingSpec") != "CPUOffloadingSpec":
+    store = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("spec_name")
+    if connector == connectors.OFFLOADING and store not in (None, connectors.CPU_MEMORY):
         _refuse(
-            f'--kv-transfer-config with "spec_name": "{extra_config["spec_name"]}"',
+            f'{option} with "spec_name": "{store}"',
             "keeps pages under names that do not tell kvq options and scales apart",
             "leave it out, for pages in CPU memory",
         )
     if connector == connectors.EXAMPLE and config.scales == "warmup":
         _refuse(
-            option,
-            f'{with_connector} cannot be combined with "scales": "warmup", because every engine '
-            "that reads the pages would measure its own",
+            f"{option} with connector {connector}",
+            'cannot be combined with "scales": "warmup", because every engine that reads the pages '
+            "would measure its own",
             'write them with "scales_out" first and use "scales_in" here',
         )
 

@@ -3,9 +3,11 @@
 A connector moves pages. Where a format keeps the newest tokens in a ring, those lie outside, so a
 request may only go on from the end of a page: from there on no query reads the ring for what came
 before, and what comes after is computed, which fills it. So nothing is lost, and the tail is
-recomputed. vLLM's own prefix cache always leaves the last token to compute and ends on a page; the
-offloading connector may cover a prompt to its last token, of which vLLM then computes that one token,
-in the middle of a unit whose other tokens are in no ring. :func:`bound_hits` ends such hits a page
+recomputed.
+
+vLLM's own prefix cache always leaves the last token to compute and ends on a page. The offloading
+connector may cover a prompt to its last token. Of such a prompt vLLM computes the last token again,
+in the middle of a unit whose other tokens are in no ring: :func:`bound_hits` ends the hit a page
 earlier.
 """
 
@@ -20,6 +22,8 @@ from kvq_vllm.config import is_kvq
 
 OFFLOADING = "OffloadingConnector"
 EXAMPLE = "ExampleConnector"
+CPU_MEMORY = "CPUOffloadingSpec"
+"""Where the offloading connector keeps pages unless it is told otherwise."""
 
 
 def has_ring(cache_dtype: str | None) -> bool:

@@ -17,6 +17,7 @@ from test_fp8_engines import CALM, checkpoint
 from test_models import NAMES
 
 from kvq_kernels import Format
+from kvq_kernels.formats import ring_block_size
 from kvq_kernels.fp8 import is_fp8
 
 NEW_TOKENS = 16
@@ -76,10 +77,11 @@ def test_prefix_cache_with_resets(llama: Path, name: str) -> None:
     with start(llama, name) as llm:
         tokens = engines.generate(llm, prompts(), NEW_TOKENS)
         assert_of(llama, name, tokens)
-        for others in ([], prompts(2)):
+        for others in (None, prompts(2)):
             engines.forget_cache(llm)
             before = hits()
-            engines.generate(llm, others, NEW_TOKENS)
+            if others:
+                engines.generate(llm, others, NEW_TOKENS)
             assert engines.generate(llm, prompts(), NEW_TOKENS) == tokens
             assert hits() == before
             assert engines.generate(llm, prompts(), NEW_TOKENS) == tokens
@@ -199,14 +201,19 @@ def test_offloading_to_cpu_memory(
 def test_preempted_requests_come_back_from_cpu_memory(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Three requests fit while they have two pages each, and not when they grow to three."""
     offloading.make_possible(monkeypatch)
     inputs = [prompt[:n] for prompt, n in zip(prompts()[3:], (110, 120, 127), strict=True)]
-    ring = 4
+    fmt, kv_heads, bytes_of_fp32 = Format.create("kvq-int4", 64, PAGE, PAGE), 2, 4
+    ring_block = ring_block_size(
+        PAGE, PAGE * fmt.bytes_per_token * kv_heads, 2 * 64 * bytes_of_fp32 * kv_heads
+    )
     with start(
         llama,
         "kvq-int4",
         kv_offloading_size=0.05,
-        num_gpu_blocks_override=3 * (2 + ring) + 2,
+        enable_prefix_caching=False,  # so that only the connector can bring pages back
+        num_gpu_blocks_override=3 * (2 + PAGE // ring_block) + 2,
         max_model_len=256,
     ) as llm:
         tokens = engines.generate(llm, inputs, 60)
@@ -215,13 +222,16 @@ def test_preempted_requests_come_back_from_cpu_memory(
     assert_of(llama, "kvq-int4", tokens, inputs)
 
 
-@pytest.mark.parametrize("name", ["kvq-fp8", E5M2])
+@pytest.mark.parametrize(("name", "model"), [(E5M2, "scaled llama"), ("kvq-fp8", "gemma3")])
 def test_a_prefill_and_a_decode_engine_share_a_folder(
-    llama: Path, name: str, tmp_path: Path
+    name: str, model: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     from vllm.config import KVTransferConfig
 
-    model = checkpoint(llama, tmp_path / "model", "attn_head")
+    if model == "gemma3":
+        folder = request.getfixturevalue("gemma3")
+    else:
+        folder = checkpoint(request.getfixturevalue("llama"), tmp_path / "model", "attn_head")
 
     def one_of_the_pair(role: str) -> Any:
         transfer = KVTransferConfig(
@@ -229,7 +239,7 @@ def test_a_prefill_and_a_decode_engine_share_a_folder(
             kv_role=role,
             kv_connector_extra_config={"shared_storage_path": str(tmp_path / "pages")},
         )
-        return start(model, name, kv_transfer_config=transfer)
+        return start(folder, name, kv_transfer_config=transfer)
 
     with one_of_the_pair("kv_producer") as llm:
         tokens = engines.generate(llm, prompts(), NEW_TOKENS)

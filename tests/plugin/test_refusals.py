@@ -56,10 +56,53 @@ def test_default_block_size_holds_whole_units(llama: Path, unit_size: int) -> No
         ({"prefix_match_unit": 256}, "--prefix-match-unit 256 is not the block size 128"),
         ({"additional_config": {"kvq": {"bits": 4}}}, "unknown key 'bits'"),
         ({"additional_config": {"kvq": {"unit_size": 96}}}, "unit_size is 96 but must be"),
-        ({"kv_offloading_size": 1.0}, "--kv-offloading-size is not supported .*: leave it out"),
         (
-            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-            "--kv-transfer-config with connector ExampleConnector is not known to work",
+            {"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"},
+            "--kv-offloading-size with connector LMCacheMPConnector is not known to work",
+        ),
+        (
+            {"kv_transfer_config": {"kv_connector": "NixlConnector"}},
+            "--kv-transfer-config with connector NixlConnector is not known to work with "
+            "--kv-cache-dtype kvq-int4, whose newest tokens lie outside the pages that it moves: "
+            "use OffloadingConnector, --kv-cache-dtype kvq-fp8, or --kv-cache-dtype auto",
+        ),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector"}},
+            "connector ExampleConnector is not known to work with --kv-cache-dtype kvq-int4, whose",
+        ),
+        (
+            {
+                "kv_cache_dtype": "kvq-fp8",
+                "kv_transfer_config": {"kv_connector": "NixlConnector"},
+            },
+            "NixlConnector is not known to work with --kv-cache-dtype kvq-fp8: use Example"
+            "Connector or OffloadingConnector, or --kv-cache-dtype auto",
+        ),
+        (
+            {
+                "kv_cache_dtype": "kvq-fp8",
+                "kv_transfer_config": {"kv_connector": "ExampleConnector"},
+                "additional_config": {"kvq": {"scales": "warmup"}},
+            },
+            'cannot be combined with "scales": "warmup", because every engine .*"scales_in"',
+        ),
+        (
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "OffloadingConnector",
+                    "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec"},
+                }
+            },
+            '"spec_name": "TieringOffloadingSpec" keeps pages under names that do not tell',
+        ),
+        (
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "OffloadingConnector",
+                    "kv_connector_module_path": "somewhere.outside",
+                }
+            },
+            "connector OffloadingConnector of somewhere.outside is not known to work",
         ),
         (
             {"attention_backend": "CPU_ATTN"},
@@ -77,8 +120,22 @@ def test_options(llama: Path, options: dict[str, Any], message: str) -> None:
     if "kv_transfer_config" in options:
         from vllm.config import KVTransferConfig
 
-        options = {"kv_transfer_config": KVTransferConfig(**options["kv_transfer_config"])}
+        transfer = {"kv_role": "kv_both"} | options["kv_transfer_config"]
+        options = options | {"kv_transfer_config": KVTransferConfig(**transfer)}
     assert_refused(llama, message, **options)
+
+
+@pytest.mark.parametrize("simple", ["0", "1"])
+def test_offloading_to_cpu_memory(
+    llama: Path, simple: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same option means another connector with ``VLLM_USE_SIMPLE_KV_OFFLOAD``."""
+    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", simple)
+    if simple == "1":
+        assert_refused(llama, "--kv-offloading-size with connector Simple", kv_offloading_size=1.0)
+    else:
+        transfer = create_config(llama, kv_offloading_size=1.0).kv_transfer_config
+        assert transfer.kv_connector == "OffloadingConnector"
 
 
 def test_shared_layers(tmp_path: Path) -> None:
