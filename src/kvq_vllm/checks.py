@@ -156,6 +156,12 @@ def _check_connectors(cache_dtype: str, vllm_config: Any, config: KVQConfig) -> 
             + (", --kv-cache-dtype kvq-fp8" if ring else "")
             + ", or --kv-cache-dtype auto",
         )
+    if getattr(vllm_config.model_config, "attn_type", None) == "hybrid":
+        _refuse(
+            f"{option} with connector {connector}",
+            "may end a hit inside a page where a model mixes attention with Mamba or linear layers",
+            "leave it out for this model",
+        )
     store = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("spec_name")
     if connector == connectors.OFFLOADING and store not in (None, connectors.CPU_MEMORY):
         _refuse(

@@ -263,6 +263,16 @@ def test_context_parallel(field: str) -> None:
         checks._check_parallel("kvq-int4", _Anything(**sizes))
 
 
+def test_connectors_with_mixed_mamba_models() -> None:
+    config = _Anything(
+        cache_config=_Anything(kv_offloading_size=1.0, kv_offloading_backend="native"),
+        kv_transfer_config=None,
+        model_config=_Anything(attn_type="hybrid"),
+    )
+    with pytest.raises(KVQConfigError, match="OffloadingConnector may end a hit inside a page"):
+        checks._check_connectors("kvq-int4", config, KVQConfig())
+
+
 @pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model", "suffix"])
 def test_speculation_with_a_drafter(method: str) -> None:
     with pytest.raises(KVQConfigError, match=f"method {method} is not supported.*use one of ngram"):
