@@ -22,7 +22,7 @@ class Kernels(Protocol):
 
     __name__: str
 
-    def prepare(self, fmt: Format, device: torch.device) -> None: ...
+    def prepare(self, fmt: Format, device: torch.device) -> tuple[torch.Tensor, ...]: ...
 
     def seal(
         self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, batch: Batch

@@ -287,7 +287,8 @@ def hadamard(head_size: int, device: torch.device | str = "cpu") -> torch.Tensor
     rest = head_size
     while rest:
         size = 1 << (rest.bit_length() - 1)
-        block = torch.ones(1, 1)
+        # Whatever the default dtype is: vLLM loads models with theirs as the default.
+        block = torch.ones(1, 1, dtype=torch.float32)
         while block.shape[0] < size:
             block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)], 0)
         blocks.append(block * size**-0.5)

@@ -324,12 +324,14 @@ def prefill(
         _attend(query, k, v, cache, request, rows, start, params, out)
 
 
-def prepare(fmt: Format, device: torch.device) -> None:
-    """Create what the kernels keep on `device` for layers of `fmt`: nothing, here.
+def prepare(fmt: Format, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Create what the kernels keep on `device` for layers of `fmt`, and return it: nothing, here.
 
     It comes once per layer before the first step: tensors made by a step that is captured into a
-    CUDA graph would belong to the graph.
+    CUDA graph would belong to the graph. Whoever takes the device's memory away for a while has
+    to put the tensors back in place.
     """
+    return ()
 
 
 def workspace_bytes(

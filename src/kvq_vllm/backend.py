@@ -302,15 +302,22 @@ class LayerImpl(AttentionImpl[KVQMetadata]):
         _check_attention_class(name, layers[name], self.kv_cache_dtype)
         return name, layers[name]
 
-    def complete_params(self, device: torch.device) -> None:
+    def complete_params(self, layer: Any, device: torch.device) -> None:
         """Put what is known only once the weights are loaded into :attr:`params`."""
-        self.params = dataclasses.replace(
-            self.params,
-            sinks=self.sinks,
-            alibi_slopes=None
-            if self.alibi_slopes is None
-            else torch.tensor(self.alibi_slopes, dtype=torch.float32, device=device),
-        )
+        slopes = self.params.alibi_slopes
+        if slopes is None and self.alibi_slopes is not None:
+            slopes = torch.tensor(self.alibi_slopes, dtype=torch.float32, device=device)
+            keep_through_sleep(layer, "_kvq_alibi_slopes", slopes)
+        self.params = dataclasses.replace(self.params, sinks=self.sinks, alibi_slopes=slopes)
+
+
+def keep_through_sleep(layer: Any, name: str, tensor: torch.Tensor) -> None:
+    """Make a tensor on the device a buffer of its layer.
+
+    What is allocated while the weights load loses its content in sleep mode's level 2, except for
+    the model's buffers: vLLM saves them and puts them back in place.
+    """
+    layer.register_buffer(name, tensor, persistent=False)
 
 
 def say_which_kernels(kernels: Any, is_reference: bool, device: torch.device) -> None:
@@ -350,8 +357,9 @@ class KVQImpl(LayerImpl):
         if self.fmt.name == DEBUG_FORMAT:
             self.kernels = debug.PerToken(self.kernels)
         say_which_kernels(self.kernels, self.kernels is reference, device)
-        self.kernels.prepare(self.fmt, device)
-        self.complete_params(device)
+        for i, table in enumerate(self.kernels.prepare(self.fmt, device)):
+            keep_through_sleep(layer, f"_kvq_table_{i}", table)
+        self.complete_params(layer, device)
 
     def forward(
         self,

@@ -13,12 +13,12 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from kvq_kernels.fp8 import BLOCK_SIZE_MULTIPLE, is_fp8
+from kvq_vllm import connectors
 from kvq_vllm.config import KVQConfig, KVQConfigError, is_kvq
 
 SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
 ALLOW_UNTESTED = "KVQ_ALLOW_UNTESTED_VLLM"
 
-TESTED_CONNECTORS: frozenset[str] = frozenset()
 TESTED_SPECULATION = frozenset({"ngram"})
 OUR_BACKEND = "KVQ_ATTN"
 
@@ -55,7 +55,7 @@ def check_config(vllm_config: Any) -> None:
     if is_fp8(cache_dtype):
         _check_scales(vllm_config, config)
     _check_parallel(cache_dtype, vllm_config.parallel_config)
-    _check_connectors(cache_dtype, vllm_config)
+    _check_connectors(cache_dtype, vllm_config, config)
     _check_speculation(cache_dtype, vllm_config.speculative_config)
     _check_backend(cache_dtype, vllm_config)
     _check_kernels()
@@ -137,18 +137,44 @@ def _check_parallel(cache_dtype: str, parallel_config: Any) -> None:
             )
 
 
-def _check_connectors(cache_dtype: str, vllm_config: Any) -> None:
-    dtype_option = f"--kv-cache-dtype {cache_dtype}"
-    if vllm_config.cache_config.kv_offloading_size is not None:
-        _refuse("--kv-offloading-size", f"is not supported with {dtype_option} yet", "leave it out")
+def _check_connectors(cache_dtype: str, vllm_config: Any, config: KVQConfig) -> None:
+    connector = connectors.chosen(vllm_config)
+    if connector is None:
+        return
+    offloading = vllm_config.cache_config.kv_offloading_size is not None
+    option = "--kv-offloading-size" if offloading else "--kv-transfer-config"
     transfer = vllm_config.kv_transfer_config
-    connector = getattr(transfer, "kv_connector", None)
-    if connector is not None and connector not in TESTED_CONNECTORS:
+    module = getattr(transfer, "kv_connector_module_path", None)
+    tested = connectors.tested_with(cache_dtype)
+    if connector not in tested or module:
+        ring = connectors.has_ring(cache_dtype)
         _refuse(
-            "--kv-transfer-config",
-            f"with connector {connector} is not known to work with {dtype_option}"
-            + ("" if is_fp8(cache_dtype) else ", whose newest tokens lie outside the pages"),
-            "leave it out, or use --kv-cache-dtype auto",
+            f"{option} with connector {connector}" + (f" of {module}" if module else ""),
+            f"is not known to work with --kv-cache-dtype {cache_dtype}"
+            + (", whose newest tokens lie outside the pages that it moves" if ring else ""),
+            f"use {' or '.join(sorted(tested))}"
+            + (", --kv-cache-dtype kvq-fp8" if ring else "")
+            + ", or --kv-cache-dtype auto",
+        )
+    if getattr(vllm_config.model_config, "attn_type", None) == "hybrid":
+        _refuse(
+            f"{option} with connector {connector}",
+            "may end a hit inside a page where a model mixes attention with Mamba or linear layers",
+            "leave it out for this model",
+        )
+    store = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("spec_name")
+    if connector == connectors.OFFLOADING and store not in (None, connectors.CPU_MEMORY):
+        _refuse(
+            f'{option} with "spec_name": "{store}"',
+            "keeps pages under names that do not tell kvq options and scales apart",
+            "leave it out, for pages in CPU memory",
+        )
+    if connector == connectors.EXAMPLE and config.scales == "warmup":
+        _refuse(
+            f"{option} with connector {connector}",
+            'cannot be combined with "scales": "warmup", because every engine that reads the pages '
+            "would measure its own",
+            'write them with "scales_out" first and use "scales_in" here',
         )
 
 

@@ -89,7 +89,7 @@ class Fp8Impl(LayerImpl):
         self.device = layer._k_scale.device
         self.kernels = select_kernels(self.device)
         say_which_kernels(self.kernels, self.kernels is reference, self.device)
-        self.complete_params(self.device)
+        self.complete_params(layer, self.device)
 
     def forward(
         self,

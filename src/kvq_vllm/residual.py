@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvq_kernels.formats import Format, ring_block_size
+from kvq_vllm import connectors
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -106,6 +107,7 @@ class ResidualManager(CircularBufferManager):
 # The built-in specs register on first use and only into an empty registry: let them go first.
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(ResidualSpec, ResidualManager, ResidualSpec)
+connectors.bound_hits()
 
 
 def residual_spec(

@@ -39,12 +39,15 @@ UNCALIBRATED = (
 
 
 def take_over() -> None:
-    """Make vLLM load scales for our fp8 dtypes, and let :func:`settle` have the last word.
+    """Make vLLM load and reload scales for our dtypes, and let :func:`settle` have the last word.
 
     May be called any number of times.
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.quantization import kv_cache
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsKVCacheMethod,
+    )
 
     def known(original: Callable[[str], bool]) -> Callable[[str], bool]:
         return lambda cache_dtype: original(cache_dtype) or is_fp8(cache_dtype)
@@ -57,8 +60,20 @@ def take_over() -> None:
 
         return process_weights_after_loading
 
+    def reloadable(original: Callable[..., None]) -> Callable[..., None]:
+        def create_weights(self: Any, layer: Any) -> None:
+            original(self, layer)
+            for parameter in layer.parameters(recurse=False):
+                loader = getattr(parameter, "weight_loader", None)
+                if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
+                    loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
+
+        return create_weights
+
     # Needed for vLLM 0.32; later ones ask the dtype's handler.
     _wrap(kv_cache, "is_quantized_kv_cache", known)
+    # Scales per head have partial functions for loaders, and vLLM's reload asks for their names.
+    _wrap(CompressedTensorsKVCacheMethod, "create_weights", reloadable)
     _wrap(Attention, "process_weights_after_loading", settled)
 
 
@@ -199,13 +214,15 @@ def _own_heads(scale: list[float], layer: Any, name: str, path: str) -> torch.Te
     """Return what belongs to this tensor-parallel rank, ``[1]`` or ``[num_kv_heads]``."""
     from vllm.distributed import get_tp_group
 
+    # On the host, which sleep mode leaves alone, and not in the model's dtype, vLLM's default here.
+    own_scale = functools.partial(torch.tensor, dtype=torch.float32, device="cpu")
     rank, ranks, own = _tp_rank(), get_tp_group().world_size, layer.num_kv_heads
     if len(scale) == 1:
-        return torch.tensor(scale)
+        return own_scale(scale)
     if len(scale) == ranks * own:
-        return torch.tensor(scale[rank * own : (rank + 1) * own])
+        return own_scale(scale[rank * own : (rank + 1) * own])
     if own == 1 and ranks % len(scale) == 0:  # each head on several ranks
-        return torch.tensor(scale[rank // (ranks // len(scale))]).reshape(1)
+        return own_scale([scale[rank // (ranks // len(scale))]])
     raise KVQConfigError(
         f"scales_in {path}: {layer.layer_name}.{name} has {len(scale)} scales, but the layer has "
         f"{ranks * own} kv heads: it was written for another model."

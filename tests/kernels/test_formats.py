@@ -96,6 +96,20 @@ def test_hadamard_is_orthonormal_and_symmetric(head_size: int) -> None:
     assert torch.equal(matrix, matrix.T)
 
 
+def test_hadamard_is_fp32_whatever_the_default_dtype() -> None:
+    """While vLLM loads a model, the model's dtype is the default."""
+    expected = hadamard(128).clone()
+    hadamard.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        matrix = hadamard(128)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        hadamard.cache_clear()
+    assert matrix.dtype == torch.float32
+    assert torch.equal(matrix, expected)
+
+
 def test_hadamard_is_block_diagonal_for_sums_of_powers_of_two() -> None:
     matrix = hadamard(96)
     assert torch.equal(matrix[:64, :64], hadamard(64))

@@ -37,7 +37,12 @@ NAMES = [
     "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
     "vllm.model_executor.layers.quantization.kv_cache:is_quantized_kv_cache",
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.bind_kv_cache",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector:"
+    "OffloadingConnector._max_loadable_tokens",
+    "vllm.envs:VLLM_USE_SIMPLE_KV_OFFLOAD",
     "vllm.envs:environment_variables",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:"
+    "CompressedTensorsKVCacheMethod.create_weights",
     "vllm.platforms:current_platform.device_type",
     "vllm.distributed:get_tensor_model_parallel_rank",
     "vllm.distributed:get_tp_group",
@@ -79,7 +84,11 @@ PARAMETERS = {
         "attn_selector_config",
         "num_heads",
     ],
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector:"
+    "OffloadingConnector._max_loadable_tokens": ["request", "num_computed_tokens"],
     "vllm.forward_context:set_forward_context": ["attn_metadata", "vllm_config", "num_tokens"],
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:"
+    "CompressedTensorsKVCacheMethod.create_weights": ["layer"],
     "vllm.model_executor.layers.quantization.kv_cache:is_quantized_kv_cache": ["kv_cache_dtype"],
     "vllm.platforms:current_platform.check_and_update_config": ["vllm_config"],
     "vllm.v1.attention.backends.registry:register_backend": ["backend", "class_path"],
@@ -136,9 +145,21 @@ FIELDS = {
         "prefix_match_unit",
         "cache_dtype",
         "kv_cache_dtype_skip_layers",
+        "kv_offloading_backend",
         "kv_offloading_size",
         "kv_cache_size_tokens",
         "kv_cache_max_concurrency",
+    ],
+    "vllm.config:KVTransferConfig": [
+        "kv_connector",
+        "kv_connector_extra_config",
+        "kv_connector_module_path",
+    ],
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:GroupOffloadConfig": [
+        "sliding_window_size_in_chunks"
+    ],
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:SchedulerOffloadConfig": [
+        "kv_group_configs"
     ],
     "vllm.logprobs:FlatLogprobs": ["token_ids", "logprobs", "ranks"],
     "vllm.config:ParallelConfig": [

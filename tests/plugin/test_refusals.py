@@ -57,10 +57,53 @@ def test_default_block_size_holds_whole_units(llama: Path, unit_size: int) -> No
         ({"prefix_match_unit": 512}, "--prefix-match-unit 512 is not the block size 256"),
         ({"additional_config": {"kvq": {"bits": 4}}}, "unknown key 'bits'"),
         ({"additional_config": {"kvq": {"unit_size": 96}}}, "unit_size is 96 but must be"),
-        ({"kv_offloading_size": 1.0}, "--kv-offloading-size is not supported .*: leave it out"),
         (
-            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-            "--kv-transfer-config with connector ExampleConnector is not known to work",
+            {"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"},
+            "--kv-offloading-size with connector LMCacheMPConnector is not known to work",
+        ),
+        (
+            {"kv_transfer_config": {"kv_connector": "NixlConnector"}},
+            "--kv-transfer-config with connector NixlConnector is not known to work with "
+            "--kv-cache-dtype kvq-int4, whose newest tokens lie outside the pages that it moves: "
+            "use OffloadingConnector, --kv-cache-dtype kvq-fp8, or --kv-cache-dtype auto",
+        ),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector"}},
+            "connector ExampleConnector is not known to work with --kv-cache-dtype kvq-int4, whose",
+        ),
+        (
+            {
+                "kv_cache_dtype": "kvq-fp8",
+                "kv_transfer_config": {"kv_connector": "NixlConnector"},
+            },
+            "NixlConnector is not known to work with --kv-cache-dtype kvq-fp8: use Example"
+            "Connector or OffloadingConnector, or --kv-cache-dtype auto",
+        ),
+        (
+            {
+                "kv_cache_dtype": "kvq-fp8",
+                "kv_transfer_config": {"kv_connector": "ExampleConnector"},
+                "additional_config": {"kvq": {"scales": "warmup"}},
+            },
+            'cannot be combined with "scales": "warmup", because every engine .*"scales_in"',
+        ),
+        (
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "OffloadingConnector",
+                    "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec"},
+                }
+            },
+            '"spec_name": "TieringOffloadingSpec" keeps pages under names that do not tell',
+        ),
+        (
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "OffloadingConnector",
+                    "kv_connector_module_path": "somewhere.outside",
+                }
+            },
+            "connector OffloadingConnector of somewhere.outside is not known to work",
         ),
         (
             {"attention_backend": "CPU_ATTN"},
@@ -78,8 +121,22 @@ def test_options(llama: Path, options: dict[str, Any], message: str) -> None:
     if "kv_transfer_config" in options:
         from vllm.config import KVTransferConfig
 
-        options = {"kv_transfer_config": KVTransferConfig(**options["kv_transfer_config"])}
+        transfer = {"kv_role": "kv_both"} | options["kv_transfer_config"]
+        options = options | {"kv_transfer_config": KVTransferConfig(**transfer)}
     assert_refused(llama, message, **options)
+
+
+@pytest.mark.parametrize("simple", ["0", "1"])
+def test_offloading_to_cpu_memory(
+    llama: Path, simple: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same option means another connector with ``VLLM_USE_SIMPLE_KV_OFFLOAD``."""
+    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", simple)
+    if simple == "1":
+        assert_refused(llama, "--kv-offloading-size with connector Simple", kv_offloading_size=1.0)
+    else:
+        transfer = create_config(llama, kv_offloading_size=1.0).kv_transfer_config
+        assert transfer.kv_connector == "OffloadingConnector"
 
 
 def test_shared_layers(tmp_path: Path) -> None:
@@ -205,6 +262,16 @@ def test_context_parallel(field: str) -> None:
     sizes[f"{field}_context_parallel_size"] = 2
     with pytest.raises(KVQConfigError, match=f"--{field}-context-parallel-size above 1 is not"):
         checks._check_parallel("kvq-int4", _Anything(**sizes))
+
+
+def test_connectors_with_mixed_mamba_models() -> None:
+    config = _Anything(
+        cache_config=_Anything(kv_offloading_size=1.0, kv_offloading_backend="native"),
+        kv_transfer_config=None,
+        model_config=_Anything(attn_type="hybrid"),
+    )
+    with pytest.raises(KVQConfigError, match="OffloadingConnector may end a hit inside a page"):
+        checks._check_connectors("kvq-int4", config, KVQConfig())
 
 
 @pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model", "suffix"])

@@ -46,13 +46,15 @@ def engine(model: str | os.PathLike[str], **options: Any) -> Iterator[Any]:
         gc.collect()
 
 
-def generate(llm: Any, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
-    """Greedy continuations of token prompts, `max_tokens` each."""
-    return generate_with_logprobs(llm, prompts, max_tokens)[0]
+def generate(
+    llm: Any, prompts: Sequence[list[int]], max_tokens: int, **options: Any
+) -> list[list[int]]:
+    """Greedy continuations of token prompts, `max_tokens` each; `options` are for ``generate``."""
+    return generate_with_logprobs(llm, prompts, max_tokens, **options)[0]
 
 
 def generate_with_logprobs(
-    llm: Any, prompts: Sequence[list[int]], max_tokens: int
+    llm: Any, prompts: Sequence[list[int]], max_tokens: int, **options: Any
 ) -> tuple[list[list[int]], list[list[float]]]:
     """As :func:`generate`, with the log probability of every token."""
     from vllm import SamplingParams
@@ -63,6 +65,7 @@ def generate_with_logprobs(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=0
         ),
         use_tqdm=False,
+        **options,
     )
     completions = [output.outputs[0] for output in outputs]
     tokens = [list(completion.token_ids) for completion in completions]
@@ -92,10 +95,23 @@ def poison_cache(monkeypatch: Any) -> None:
     monkeypatch.setattr(gpu_model_runner, "allocate_kv_cache", allocate_poisoned)
 
 
+def forget_cache(llm: Any) -> None:
+    """Reset the prefix cache of an idle engine in this process and fill the KV cache with 0xFF."""
+    assert llm.reset_prefix_cache()
+    caches = worker(llm).model_runner.kv_caches
+    for storage in {id(s := c.untyped_storage()): s for c in caches}.values():
+        storage.fill_(0xFF)
+
+
 def attention_layers(llm: Any) -> dict[str, Any]:
     """Attention layers of an engine in this process by name, in order."""
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     return {name: layer for name, layer in layers.items() if hasattr(layer, "impl")}
+
+
+def worker(llm: Any) -> Any:
+    """The worker of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
 
 def metric(llm: Any, name: str) -> int:

@@ -118,9 +118,9 @@ def rotation(head_size: int, device: torch.device) -> tuple[torch.Tensor, torch.
     return matrix.sign().to(device, torch.bfloat16), matrix.abs().amax(0).to(device)
 
 
-def prepare(fmt: Format, device: torch.device) -> None:
+def prepare(fmt: Format, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Create what the kernels keep on the device; see :func:`kvq_kernels.reference.prepare`."""
-    rotation(fmt.head_size, device)
+    return rotation(fmt.head_size, device)
 
 
 @triton.jit
