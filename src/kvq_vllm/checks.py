@@ -80,7 +80,8 @@ def _check_model(cache_dtype: str, model_config: Any, config: KVQConfig) -> None
     if reason := kinds.get(model_config.attn_type):
         _refuse(option, f"does not support {reason}", auto)
     if model_config.attention_chunk_size is not None:
-        _refuse(option, "does not support chunked local attention", auto)
+        reason = "whose chunks vLLM hands over as requests of their own"
+        _refuse(option, f"does not support chunked local attention, {reason}", auto)
     text_config = model_config.hf_text_config
     head_size = model_config.get_head_size()
     if getattr(text_config, "v_head_dim", None) not in (None, head_size):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from functools import cache
@@ -12,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import engines, models
 from support.dense import DenseModel
-from support.fp8 import at_scale_one
+from support.fp8 import Fp8Layer, at_scale_one
 from support.model_matrix import FORMATS, SERVED, ModelKind
 
 from kvq_kernels import Format
-from kvq_kernels.fp8 import is_fp8
+from kvq_kernels.fp8 import Fp8Format, is_fp8
 
 UNIT_SIZE = 64
 LENGTHS = [10, 63, 64, 65, 129, 200]
@@ -62,3 +64,56 @@ def test_model_equals_the_dense_reference(
     assert reference(folder, model, name).judge(prompts(), tokens).mismatches == 0
     if name != "kvq-int8":  # 8 bits differ too little to change a first choice here
         assert DenseModel(folder, None).judge(prompts(), tokens).mismatches > 0
+
+
+@pytest.mark.parametrize(
+    "model",
+    [model for model in SERVED if "share caches" in model.special or "beside" in model.special],
+    ids=lambda model: model.name,
+)
+@pytest.mark.parametrize("name", ["kvq-int4", "kvq-fp8"])
+def test_other_caches_whatever_the_engine_does(
+    name: str, model: ModelKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free memory is poisoned, prompts are cached, and the pool is too small for all requests."""
+    engines.poison_cache(monkeypatch)
+    folder = model.make(tmp_path, **({"initializer_range": 0.1} if is_fp8(name) else {}))
+    with engines.engine(
+        folder,
+        **options_of(name),
+        **model.options,
+        enable_prefix_caching=True,
+        max_num_batched_tokens=256,
+        max_num_seqs=16,
+        max_model_len=256,
+        num_gpu_blocks_override=BLOCKS[model.name],
+    ) as llm:
+        dense = reference(folder, model, name)
+        for _ in range(2):  # the second time with prefix hits
+            tokens = engines.generate(llm, prompts(), NEW_TOKENS)
+            assert dense.judge(prompts(), tokens).mismatches == 0
+        assert engines.metric(llm, "vllm:prefix_cache_hits") > 0
+        assert engines.metric(llm, "vllm:num_preemptions") > 0
+        free, total = engines.free_blocks(llm)
+        assert free == total
+
+
+def test_measured_scales_of_layers_that_share_caches(tmp_path: Path) -> None:
+    """Only the layers that own a cache have scales; the others read with the owner's."""
+    folder = models.tiny_gemma4_sharing(tmp_path / "model", initializer_range=0.1)
+    file = tmp_path / "scales.json"
+    kvq = {"scales": "warmup", "scales_out": str(file)}
+    with engines.engine(
+        folder, kv_cache_dtype="kvq-fp8", skip_tokenizer_init=True, additional_config={"kvq": kvq}
+    ) as llm:
+        tokens = engines.generate(llm, prompts(), NEW_TOKENS)
+    written = json.loads(file.read_text())["layers"]
+    assert list(written) == [f"model.layers.{i}.self_attn.attn" for i in range(3)]
+    fmt = Fp8Format("kvq-fp8", 64)
+    layers = [
+        Fp8Layer(fmt, torch.tensor(scales["k_scale"]), torch.tensor(scales["v_scale"]))
+        for scales in written.values()
+    ]
+    owners = [0, 1, 2, 1, 1, 2]
+    dense = DenseModel(folder, lambda module: layers[owners[module.layer_idx]])
+    assert dense.judge(prompts(), tokens).mismatches == 0

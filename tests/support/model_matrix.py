@@ -112,7 +112,7 @@ REFUSED = (
             num_key_value_heads=2,
             head_dim=64,
         ),
-        refusal="chunked local attention",
+        refusal="chunked local attention, whose chunks .*",
     ),
     ModelKind(
         "BERT",

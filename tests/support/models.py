@@ -247,9 +247,11 @@ def tiny_granite_hybrid(folder: Path, **overrides: Any) -> Path:
                 "num_experts_per_tok": 2,
                 "shared_intermediate_size": 128,
                 "attention_multiplier": 0.125,
-                "mamba_n_heads": 8,
+                # A state so small that its page holds fewer tokens than a short prompt.
+                "mamba_expand": 1,
+                "mamba_n_heads": 4,
                 "mamba_d_head": 64,
-                "mamba_d_state": 32,
+                "mamba_d_state": 8,
             }
             | overrides
         )
