@@ -1,8 +1,8 @@
 """Write docs/models.md from the results of the tests that try every model with every format.
 
-    python tools/support_matrix.py RESULTS.xml [OUT.md]
+    python tools/support_matrix.py RESULTS.xml...
 
-RESULTS.xml is pytest's JUnit report of these tests; `make support-matrix` does both.
+RESULTS.xml are pytest's JUnit reports of these tests; `make support-matrix` does both.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Result:
 Results = Mapping[tuple[str, str], Result]
 
 
-def read_results(path: Path) -> Results:
-    """Read a JUnit report: (model, format) to result, of the tests that name both."""
+def read_results(*reports: Path) -> Results:
+    """Read JUnit reports: (model, format) to result, of the tests that name both."""
     results = {}
-    for case in ElementTree.parse(path).iter("testcase"):
+    for case in (c for path in reports for c in ElementTree.parse(path).iter("testcase")):
         properties = {p.get("name"): p.get("value", "") for p in case.iter("property")}
         if "model" not in properties:
             continue
@@ -100,10 +100,6 @@ def reasons(refused: list[ModelKind], results: Results) -> str:
     return "\n".join(f"- {m.name}: {results[m.name, name].message}" for m in refused)
 
 
-def main(arguments: list[str]) -> None:
-    out = Path(arguments[1]) if len(arguments) > 1 else PAGE
-    out.write_text(page(read_results(Path(arguments[0]))), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    PAGE.write_text(page(read_results(*map(Path, sys.argv[1:]))), encoding="utf-8")
+    print(f"wrote {PAGE}")

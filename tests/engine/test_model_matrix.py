@@ -86,7 +86,7 @@ def test_other_caches_whatever_the_engine_does(
         max_num_batched_tokens=256,
         max_num_seqs=16,
         max_model_len=256,
-        num_gpu_blocks_override=BLOCKS[model.name],
+        num_gpu_blocks_override=model.tight_pool[name],
     ) as llm:
         dense = reference(folder, model, name)
         for _ in range(2):  # the second time with prefix hits

@@ -34,6 +34,7 @@ NAMES = [
     "vllm.distributed:get_tp_group",
     "vllm.platforms:current_platform.get_attn_backend_cls",
     "vllm.platforms:current_platform.update_block_size_for_backend",
+    "vllm.platforms:current_platform._align_hybrid_block_size",  # asks our customize_spec
     "vllm.platforms:current_platform.check_and_update_config",
     "vllm.platforms:current_platform.get_device_capability",
     "vllm.plugins:load_general_plugins",
@@ -128,6 +129,7 @@ FIELDS = {
         "cache_dtype",
         "kv_cache_dtype_skip_layers",
         "kv_offloading_size",
+        "kv_sharing_fast_prefill",
         "kv_cache_size_tokens",
         "kv_cache_max_concurrency",
     ],
@@ -269,6 +271,12 @@ def test_a_layers_scales_have_the_names_that_we_set() -> None:
         assert name in dict(layer.named_buffers())  # which sleep mode saves
         assert isinstance(getattr(layer, f"{name}_float"), float)
         assert isinstance(getattr(layer, f"{name}_cpu"), torch.Tensor)
+
+
+def test_a_layer_says_whose_cache_it_reads() -> None:
+    from vllm.model_executor.layers.attention import Attention
+
+    assert "self.kv_sharing_target_layer_name =" in inspect.getsource(Attention.__init__)
 
 
 def test_planning_has_one_of_the_two_known_ways() -> None:

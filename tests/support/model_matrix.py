@@ -40,8 +40,6 @@ class ModelKind:
     refusal: str | None = None
 
 
-TEXT_ONLY = {"language_model_only": True}
-
 SERVED = (
     ModelKind("Llama, Mistral", "grouped-query attention", models.tiny_llama),
     ModelKind("Qwen 2", "large biases on keys", partial(models.tiny_qwen2, key_bias=50.0)),
@@ -63,12 +61,11 @@ SERVED = (
     ModelKind(
         "Qwen 3 MoE", "mixture of experts, normalised queries and keys", models.tiny_qwen3_moe
     ),
-    ModelKind("LLaVA", "vision model, its text path", models.tiny_llava, options=TEXT_ONLY),
     ModelKind(
-        "Qwen 2.5 VL",
-        "vision model, its text path; positions in three dimensions",
-        models.tiny_qwen25_vl,
-        options=TEXT_ONLY,
+        "Idefics 3, SmolVLM",
+        "text path of a vision model",
+        models.tiny_idefics3,
+        options={"language_model_only": True},
     ),
     ModelKind("Granite 4", "Mamba 2 beside attention", models.tiny_granite_hybrid),
     ModelKind("LFM 2", "short convolutions beside attention", models.tiny_lfm2),

@@ -155,7 +155,7 @@ def tiny_phi3(folder: Path, **overrides: Any) -> Path:
     from transformers import Phi3Config, Phi3ForCausalLM
 
     # As in Phi 3 mini, heads share the hidden size.
-    sizes = _sizes() | {"hidden_size": 384, "num_hidden_layers": 2, "initializer_range": 0.1}
+    sizes = _sizes() | {"hidden_size": 384, "head_dim": 96, "initializer_range": 0.1}
     return _save(folder, Phi3ForCausalLM, Phi3Config(**(sizes | overrides)))
 
 
@@ -215,10 +215,10 @@ def tiny_qwen3_next(folder: Path, **overrides: Any) -> Path:
             _sizes()
             | {
                 "num_hidden_layers": 4,
-                "linear_num_key_heads": 2,
-                "linear_num_value_heads": 4,
-                "linear_key_head_dim": 32,
-                "linear_value_head_dim": 32,
+                "linear_num_key_heads": 1,
+                "linear_num_value_heads": 2,
+                "linear_key_head_dim": 128,
+                "linear_value_head_dim": 128,
                 "num_experts": 4,
                 "num_experts_per_tok": 2,
                 "moe_intermediate_size": 64,
@@ -283,80 +283,25 @@ def tiny_lfm2(folder: Path, **overrides: Any) -> Path:
     return _save(folder, Lfm2ForCausalLM, config)
 
 
-def tiny_gemma3_vision(folder: Path, **overrides: Any) -> Path:
-    """Save a random Gemma 3 with a vision tower: other positions for images, one model for text."""
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+def tiny_idefics3(folder: Path, **overrides: Any) -> Path:
+    """Save a random Idefics 3: a Llama behind a vision tower."""
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
-    text = _sizes() | {
-        "num_hidden_layers": 3,
-        "sliding_window": 80,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        "query_pre_attn_scalar": 64,
-    }
-    config = Gemma3Config(
-        text_config=text | overrides,
-        vision_config=_VISION,
-        mm_tokens_per_image=16,
-        image_token_index=TINY_VOCABULARY - 1,
-        boi_token_index=TINY_VOCABULARY - 2,
-        eoi_token_index=TINY_VOCABULARY - 3,
-        tie_word_embeddings=False,
-    )
-    return _save(folder, Gemma3ForConditionalGeneration, config)
-
-
-def tiny_llava(folder: Path, **overrides: Any) -> Path:
-    """Save a random LLaVA: a Llama behind a vision tower."""
-    from transformers import LlavaConfig, LlavaForConditionalGeneration
-
-    config = LlavaConfig(
+    config = Idefics3Config(
         text_config=_sizes() | {"model_type": "llama"} | overrides,
-        vision_config=_VISION | {"model_type": "clip_vision_model", "projection_dim": 32},
-        image_token_index=TINY_VOCABULARY - 1,
-        tie_word_embeddings=False,
-    )
-    return _save(folder, LlavaForConditionalGeneration, config)
-
-
-def tiny_qwen25_vl(folder: Path, **overrides: Any) -> Path:
-    """Save a random Qwen 2.5 VL: positions in three dimensions."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    text = _sizes() | {
-        "hidden_size": 256,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e6,
-            "mrope_section": [8, 12, 12],
-        },
-    }
-    config = Qwen2_5_VLConfig(
-        text_config=text | overrides,
         vision_config={
-            "depth": 1,
             "hidden_size": 32,
             "intermediate_size": 32,
-            "num_heads": 2,
-            "out_hidden_size": 256,
-            "fullatt_block_indexes": [0],
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 8,
         },
         image_token_id=TINY_VOCABULARY - 1,
-        video_token_id=TINY_VOCABULARY - 2,
-        vision_start_token_id=TINY_VOCABULARY - 3,
-        vision_end_token_id=TINY_VOCABULARY - 4,
+        pad_token_id=0,
         tie_word_embeddings=False,
     )
-    return _save(folder, Qwen2_5_VLForConditionalGeneration, config)
-
-
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 32,
-    "patch_size": 8,
-}
+    return _save(folder, Idefics3ForConditionalGeneration, config)
 
 
 def _sizes() -> dict[str, Any]:
