@@ -52,7 +52,7 @@ def check_config(vllm_config: Any) -> None:
     config.refuse_useless(cache_dtype)
     _check_model(cache_dtype, vllm_config.model_config, config)
     _check_block_size(vllm_config.cache_config, config)
-    _check_sharing(cache_dtype, vllm_config)
+    _check_other_caches(cache_dtype, vllm_config)
     if is_fp8(cache_dtype):
         _check_scales(vllm_config, config)
     _check_parallel(cache_dtype, vllm_config.parallel_config)
@@ -108,8 +108,8 @@ def _check_block_size(cache_config: Any, config: KVQConfig) -> None:
         )
 
 
-def _check_sharing(cache_dtype: str, vllm_config: Any) -> None:
-    """Check options about layers that read another layer's cache."""
+def _check_other_caches(cache_dtype: str, vllm_config: Any) -> None:
+    """Check options that layers which share a cache, or Mamba layers, do not allow."""
     cache_config, model_config = vllm_config.cache_config, vllm_config.model_config
     if cache_config.kv_sharing_fast_prefill:
         _refuse(
@@ -118,9 +118,18 @@ def _check_sharing(cache_dtype: str, vllm_config: Any) -> None:
             f"--kv-cache-dtype {cache_dtype} does not support",
             "leave it out",
         )
-    if model_config is None or not getattr(model_config.hf_text_config, "num_kv_shared_layers", 0):
+    skipped = cache_config.kv_cache_dtype_skip_layers
+    if model_config is None or not skipped:
         return
-    if any(skipped.isdigit() for skipped in cache_config.kv_cache_dtype_skip_layers or ()):
+    if model_config.is_hybrid:
+        _refuse(
+            "--kv-cache-dtype-skip-layers",
+            "is not supported for models that mix attention with Mamba layers, whose pages vLLM "
+            "makes as large as those of one cache dtype",
+            "leave it out",
+        )
+    shares = getattr(model_config.hf_text_config, "num_kv_shared_layers", 0)
+    if shares and any(layer.isdigit() for layer in skipped):
         _refuse(
             "--kv-cache-dtype-skip-layers",
             "with numbers of layers is not supported for models whose layers share caches, which "

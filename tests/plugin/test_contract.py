@@ -196,6 +196,7 @@ def test_dataclass_has(name: str) -> None:
         "attention_chunk_size",
         "hf_config",
         "hf_text_config",
+        "is_hybrid",
         "get_head_size",
         "get_total_num_kv_heads",
         "get_vocab_size",

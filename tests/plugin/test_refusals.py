@@ -107,6 +107,12 @@ def test_options_of_layers_that_share_caches(tmp_path: Path) -> None:
     assert_refused(model, "--kv-sharing-fast-prefill has layers", kv_sharing_fast_prefill=True)
 
 
+def test_skipped_layers_beside_mamba(tmp_path: Path) -> None:
+    model = models.tiny_granite_hybrid(tmp_path)
+    create_config(model)
+    assert_refused(model, "--kv-cache-dtype-skip-layers .* Mamba", kv_cache_dtype_skip_layers=["2"])
+
+
 def test_value_head_size() -> None:
     model_config = _Anything(
         use_mla=False,
