@@ -68,7 +68,6 @@ SERVED = (
         options={"language_model_only": True},
     ),
     ModelKind("Granite 4", "Mamba 2 beside attention", models.tiny_granite_hybrid),
-    ModelKind("LFM 2", "short convolutions beside attention", models.tiny_lfm2),
 )
 
 
@@ -122,7 +121,7 @@ REFUSED = (
             num_hidden_layers=2,
             num_attention_heads=2,
         ),
-        refusal="encoder-only attention",
+        refusal="encoder-only attention, which keeps no KV cache",
     ),
     ModelKind(
         "Whisper",

@@ -206,30 +206,6 @@ def tiny_gemma4_sharing(folder: Path, **overrides: Any) -> Path:
     )
 
 
-def tiny_qwen3_next(folder: Path, **overrides: Any) -> Path:
-    """Save a random Qwen 3 Next: three layers of gated DeltaNet to one of attention."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    config = Qwen3NextConfig(
-        **(
-            _sizes()
-            | {
-                "num_hidden_layers": 4,
-                "linear_num_key_heads": 1,
-                "linear_num_value_heads": 2,
-                "linear_key_head_dim": 128,
-                "linear_value_head_dim": 128,
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 64,
-                "shared_expert_intermediate_size": 64,
-            }
-            | overrides
-        )
-    )
-    return _save(folder, Qwen3NextForCausalLM, config)
-
-
 def tiny_granite_hybrid(folder: Path, **overrides: Any) -> Path:
     """Save a random Granite 4: three layers of Mamba 2 to one of attention."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
@@ -257,30 +233,6 @@ def tiny_granite_hybrid(folder: Path, **overrides: Any) -> Path:
         )
     )
     return _save(folder, GraniteMoeHybridForCausalLM, config)
-
-
-def tiny_lfm2(folder: Path, **overrides: Any) -> Path:
-    """Save a random LFM 2: short convolutions between layers of attention."""
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    sizes = _sizes()
-    del sizes["head_dim"]
-    config = Lfm2Config(
-        **(
-            sizes
-            | {
-                "hidden_size": 256,
-                "num_hidden_layers": 5,
-                "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
-                "block_auto_adjust_ff_dim": False,
-                "conv_dim": 256,  # the real ones say both
-                "block_dim": 256,
-                "tie_word_embeddings": True,
-            }
-            | overrides
-        )
-    )
-    return _save(folder, Lfm2ForCausalLM, config)
 
 
 def tiny_idefics3(folder: Path, **overrides: Any) -> Path:
