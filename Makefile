@@ -40,7 +40,7 @@ lint: setup ## ruff and mypy
 	$(VENV_PYTHON) -m mypy
 
 # One thread for tests: engines and servers that run side by side would fight for the cores.
-test test-fast fuzz test-triton test-triton-oldest test-engine test-vllm-next sanitize: export OMP_NUM_THREADS := 1
+test test-fast fuzz test-triton test-triton-oldest test-engine test-vllm-next support-matrix sanitize: export OMP_NUM_THREADS := 1
 
 .PHONY: test
 test: lint test-fast test-triton test-triton-oldest test-engine ## lint, then every test
@@ -93,6 +93,12 @@ quality: setup ## kvq eval on the test model, all formats; OUT=folder keeps the 
 bench: setup ## speed: the C++ kernels against vLLM's, then the engine end to end
 	$(VENV_PYTHON) benchmarks/cpu_bench.py $(if $(JSON),--json "$(JSON)")
 	$(VENV_PYTHON) benchmarks/e2e_bench.py $(if $(JSON),--json "$(JSON:.json=-e2e.json)")
+
+.PHONY: support-matrix
+support-matrix: setup ## write docs/models.md: every model with every format, as the tests find it
+	$(PYTEST) -n $(WORKERS) --junitxml=build/models.xml tests/engine/test_model_matrix.py \
+		tests/plugin/test_refusals.py -k test_model
+	$(VENV_PYTHON) tools/support_matrix.py build/models.xml
 
 .PHONY: pictures
 pictures: setup ## draw docs/images/ again

@@ -239,11 +239,29 @@ def refuse_layer(backend: type[KVQBackend], selector_config: Any, device_capabil
         )
 
 
+NO_TOKENS = (torch.empty(0), torch.empty(0))
+
+
 class LayerImpl(AttentionImpl[KVQMetadata]):
-    """What the impls of all kvq caches share: vLLM's parameters and the way to the layer."""
+    """What the impls of all kvq caches share: vLLM's parameters and the way to the layer.
+
+    Where vLLM has layers share a cache, the first of them owns it and the others only read it. They
+    get no keys and values of their own, so the owner keeps its new ones for them.
+
+    Attributes:
+        shared_name: the layer whose cache this one reads, or None for its own.
+        owner: the layer that owns the cache, once the weights are loaded; None for this one.
+        last_reader: of an owner, the impl that reads the cache last in every step.
+
+    """
 
     supports_pcp = False
     supports_dcp = False
+
+    shared_name: str | None = None
+    owner: Any = None
+    last_reader: LayerImpl | None = None
+    _kept_tokens: tuple[torch.Tensor, torch.Tensor] = NO_TOKENS
 
     def __init__(
         self,
@@ -259,17 +277,7 @@ class LayerImpl(AttentionImpl[KVQMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Take vLLM's parameters of one layer.
-
-        Raises:
-            KVQConfigError: for a layer that reads another layer's cache.
-
-        """
-        if kv_sharing_target_layer_name is not None:
-            raise KVQConfigError(
-                f"--kv-cache-dtype {kv_cache_dtype} does not support layers that share another "
-                "layer's KV cache yet: use --kv-cache-dtype auto for this model."
-            )
+        """Take vLLM's parameters of one layer."""
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -277,6 +285,7 @@ class LayerImpl(AttentionImpl[KVQMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.alibi_slopes = alibi_slopes
         self.sinks = sinks
+        self.shared_name = kv_sharing_target_layer_name
         self.params = AttentionParams(
             scale=self.scale,
             soft_cap=logits_soft_cap or None,
@@ -300,7 +309,47 @@ class LayerImpl(AttentionImpl[KVQMetadata]):
         layers = self.vllm_config.compilation_config.static_forward_context
         name = next(name for name, layer in layers.items() if getattr(layer, "impl", None) is self)
         _check_attention_class(name, layers[name], self.kv_cache_dtype)
+        self._find_sharing(name, layers)
         return name, layers[name]
+
+    def _find_sharing(self, name: str, layers: dict[str, Any]) -> None:
+        """Set :attr:`owner` and :attr:`last_reader`; models construct layers in running order."""
+        if self.shared_name is not None:
+            self.owner = layers[self.shared_name]
+        sharing = [
+            layer.impl
+            for layer in layers.values()
+            if getattr(layer, "kv_sharing_target_layer_name", None) == name
+        ]
+        self.last_reader = sharing[-1] if sharing else None
+
+    @property
+    def reads_last(self) -> bool:
+        """Whether no other layer reads this one's cache after it in a step."""
+        owner = self if self.owner is None else self.owner.impl
+        return owner.last_reader in (None, self)
+
+    def exchange_tokens(
+        self, key: torch.Tensor, value: torch.Tensor, needed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a step's new keys and values, the owner's where the cache is another layer's.
+
+        Args:
+            key: ``[num_tokens, num_kv_heads, head_size]``; of an owner, else ignored.
+            value: as `key`.
+            needed: whether the layers that share the cache need them.
+
+        """
+        if self.owner is not None:
+            owner = self.owner.impl
+            kept: tuple[torch.Tensor, torch.Tensor] = owner._kept_tokens
+            if self.reads_last:
+                owner._kept_tokens = NO_TOKENS
+            return kept
+        if needed and self.last_reader is not None:
+            # Copies: compiled models and CUDA graphs reuse the memory once this layer is done.
+            self._kept_tokens = key.clone(), value.clone()
+        return key, value
 
     def complete_params(self, layer: Any, device: torch.device) -> None:
         """Put what is known only once the weights are loaded into :attr:`params`."""
@@ -341,16 +390,16 @@ class KVQImpl(LayerImpl):
         self.kernels: Kernels = reference
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Find the layer this impl belongs to and give it its companion.
+        """Find the layer this impl belongs to and give it its companion, if it has a cache.
 
         It is the one moment after all layers exist and before vLLM asks for cache specs. It
         comes again when weights are reloaded; the companion, and its cache, then stay.
         """
         name, layer = self.find_layer()
         layers = self.vllm_config.compilation_config.static_forward_context
-        self.residual_name = name + LAYER_SUFFIX
-        if self.residual_name not in layers:
-            layer.attn_backend = backend_for(self.fmt)
+        layer.attn_backend = backend_for(self.fmt)
+        self.residual_name = (self.shared_name or name) + LAYER_SUFFIX
+        if self.shared_name is None and self.residual_name not in layers:
             layers[self.residual_name] = ResidualLayer(layer, self.fmt, ResidualBackend)
         device = layer._k_scale.device
         self.kernels = select_kernels(device)
@@ -378,7 +427,7 @@ class KVQImpl(LayerImpl):
         Args:
             layer: the attention layer.
             query: ``[num_tokens, num_heads, head_size]``; rows may be padding.
-            key: ``[num_tokens, num_kv_heads, head_size]``.
+            key: ``[num_tokens, num_kv_heads, head_size]``; None if the cache is another layer's.
             value: as `key`.
             kv_cache: uint8 ``[num_blocks, num_kv_heads, block_size, bytes_per_token]``.
             attn_metadata: of the pages' group; None in a memory profiling run.
@@ -392,6 +441,8 @@ class KVQImpl(LayerImpl):
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("kvq caches do not support fused output quantisation")
+        prefills = attn_metadata is None or attn_metadata.prefills is not None
+        key, value = self.exchange_tokens(key, value, needed=prefills)
         if attn_metadata is None:  # the run that measures the memory besides the cache
             self._reserve_workspace(query.device)
             return output.fill_(0)
@@ -437,21 +488,29 @@ class KVQImpl(LayerImpl):
         metadata: KVQMetadata,
         output: torch.Tensor,
     ) -> None:
-        """Run one step in the order that ``kvq_kernels.reference`` explains."""
-        kernels, num_decodes = self.kernels, metadata.num_decodes
+        """Run one step in the order that ``kvq_kernels.reference`` explains.
+
+        The cache's owner stores, but what prefills read of the ring is overwritten only after
+        the last layer that shares it.
+        """
+        kernels, num_decodes, owns = self.kernels, metadata.num_decodes, self.owner is None
         if metadata.prefills is None:
-            kernels.store(key, value, cache, metadata.requests)
+            if owns:
+                kernels.store(key, value, cache, metadata.requests)
             kernels.decode(query, cache, metadata.requests, self.params, output)
             return
-        kernels.seal(key, value, cache, metadata.requests)
+        if owns:
+            kernels.seal(key, value, cache, metadata.requests)
         if metadata.decodes is not None:
             part = cache.requests(0, num_decodes)
-            kernels.write_ring(key, value, part, metadata.decodes)
+            if owns:
+                kernels.write_ring(key, value, part, metadata.decodes)
             rows = slice(metadata.num_decode_tokens)
             kernels.decode(query[rows], part, metadata.decodes, self.params, output[rows])
         part = cache.requests(num_decodes, None)
         kernels.prefill(query, key, value, part, metadata.prefills, self.params, output)
-        kernels.write_ring(key, value, part, metadata.prefills)
+        if self.reads_last:
+            kernels.write_ring(key, value, part, metadata.prefills)
 
 
 def _check_attention_class(name: str, layer: Any, cache_dtype: str) -> None:

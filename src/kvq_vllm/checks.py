@@ -52,6 +52,7 @@ def check_config(vllm_config: Any) -> None:
     config.refuse_useless(cache_dtype)
     _check_model(cache_dtype, vllm_config.model_config, config)
     _check_block_size(vllm_config.cache_config, config)
+    _check_other_caches(cache_dtype, vllm_config)
     if is_fp8(cache_dtype):
         _check_scales(vllm_config, config)
     _check_parallel(cache_dtype, vllm_config.parallel_config)
@@ -75,15 +76,13 @@ def _check_model(cache_dtype: str, model_config: Any, config: KVQConfig) -> None
         "encoder_only": "encoder-only attention, which keeps no KV cache",
         "encoder_decoder": "encoder-decoder models (cross attention)",
         "attention_free": "models without attention, which have no KV cache",
-        "hybrid": "hybrid models that mix attention with Mamba or linear attention yet",
     }
     if reason := kinds.get(model_config.attn_type):
         _refuse(option, f"does not support {reason}", auto)
     if model_config.attention_chunk_size is not None:
-        _refuse(option, "does not support chunked local attention", auto)
+        reason = "whose chunks vLLM hands over as requests of their own"
+        _refuse(option, f"does not support chunked local attention, {reason}", auto)
     text_config = model_config.hf_text_config
-    if getattr(text_config, "num_kv_shared_layers", None):
-        _refuse(option, "does not support layers that share another layer's KV cache yet", auto)
     head_size = model_config.get_head_size()
     if getattr(text_config, "v_head_dim", None) not in (None, head_size):
         _refuse(option, "does not support values of another head size than keys", auto)
@@ -106,6 +105,36 @@ def _check_block_size(cache_config: Any, config: KVQConfig) -> None:
             f"is not the block size {cache_config.block_size}, but a kvq page can only be reused "
             "whole",
             "leave --prefix-match-unit out",
+        )
+
+
+def _check_other_caches(cache_dtype: str, vllm_config: Any) -> None:
+    """Check options that layers which share a cache, or Mamba layers, do not allow."""
+    cache_config, model_config = vllm_config.cache_config, vllm_config.model_config
+    if cache_config.kv_sharing_fast_prefill:
+        _refuse(
+            "--kv-sharing-fast-prefill",
+            "has layers attend to only some of a step's tokens, which "
+            f"--kv-cache-dtype {cache_dtype} does not support",
+            "leave it out",
+        )
+    skipped = cache_config.kv_cache_dtype_skip_layers
+    if model_config is None or not skipped:
+        return
+    if model_config.is_hybrid:
+        _refuse(
+            "--kv-cache-dtype-skip-layers",
+            "is not supported for models that mix attention with Mamba layers, whose pages vLLM "
+            "makes as large as those of one cache dtype",
+            "leave it out",
+        )
+    shares = getattr(model_config.hf_text_config, "num_kv_shared_layers", 0)
+    if shares and any(layer.isdigit() for layer in skipped):
+        _refuse(
+            "--kv-cache-dtype-skip-layers",
+            "with numbers of layers is not supported for models whose layers share caches, which "
+            "need one dtype",
+            'leave it out, or use "sliding_window"',
         )
 
 

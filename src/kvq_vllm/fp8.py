@@ -108,7 +108,7 @@ class Fp8Impl(LayerImpl):
         Args:
             layer: the attention layer.
             query: ``[num_tokens, num_heads, head_size]``; rows may be padding.
-            key: ``[num_tokens, num_kv_heads, head_size]``.
+            key: ``[num_tokens, num_kv_heads, head_size]``; None if the cache is another layer's.
             value: as `key`.
             kv_cache: uint8 ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
             attn_metadata: None in a memory profiling run and while measuring scales.
@@ -123,14 +123,17 @@ class Fp8Impl(LayerImpl):
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("kvq caches do not support fused output quantisation")
         if self._largest_seen is not None:
+            key, value = self.exchange_tokens(key, value, needed=True)
             return self._measure(query, key, value, output)
         if attn_metadata is None:
             return output.fill_(0)
+        scaled = layer if self.owner is None else self.owner
         cache = Fp8Cache(
-            self.fmt, kv_cache, attn_metadata.block_table, layer._k_scale, layer._v_scale
+            self.fmt, kv_cache, attn_metadata.block_table, scaled._k_scale, scaled._v_scale
         )
         num_decodes = attn_metadata.num_decodes
-        self.kernels.write(key, value, cache, attn_metadata.requests)
+        if self.owner is None:
+            self.kernels.write(key, value, cache, attn_metadata.requests)
         if attn_metadata.decodes is not None:
             part = cache.requests(0, num_decodes)
             rows = slice(attn_metadata.num_decode_tokens)

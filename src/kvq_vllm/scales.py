@@ -104,6 +104,8 @@ def settle(layer: Any) -> None:
 
     """
     impl = layer.impl
+    if impl.shared_name is not None:
+        return  # its cache is written with the owner's
     config: KVQConfig = impl.config
     if config.scales_in is not None and impl.frozen_scales is None:
         impl.frozen_scales = _scales_of_layer(layer, config.scales_in)
@@ -290,11 +292,13 @@ def measure(vllm_config: Any, model: torch.nn.Module, device: torch.device) -> N
     for layer in layers.values():
         layer.impl.start_measuring()
     _run_random_tokens(vllm_config, model, device)
-    largest = _over_ranks([layer.impl.finish_measuring() for layer in layers.values()])
+    seen = {name: layer.impl.finish_measuring() for name, layer in layers.items()}
+    layers = {n: layer for n, layer in layers.items() if layer.impl.shared_name is None}
+    largest = _over_ranks([seen[name] for name in layers])
     per_head = KVQConfig.parse(vllm_config.additional_config).scale_per == "head"
     result = {}
-    for (name, layer), seen in zip(layers.items(), largest, strict=True):
-        scales = _scales_from(seen if per_head else seen.amax((0, 2), keepdim=True), layer)
+    for (name, layer), found in zip(layers.items(), largest, strict=True):
+        scales = _scales_from(found if per_head else found.amax((0, 2), keepdim=True), layer)
         own = scales[:, _tp_rank() if per_head else 0]
         layer.impl.frozen_scales = (own[0], own[1])
         _set_scales(layer, *layer.impl.frozen_scales)

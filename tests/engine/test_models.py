@@ -1,21 +1,21 @@
-"""Tiny models of other shapes, other engine modes: the same tokens as the dense reference."""
+"""Tiny models in every engine mode: the same tokens as the dense reference.
+
+``test_model_matrix.py`` tries more models in one mode.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import engines, models
 from support.dense import DenseModel
-from support.fp8 import Fp8Layer, at_scale_one
+from support.model_matrix import FORMATS
 
-from kvq_kernels import SCHEMES, Format
-from kvq_kernels.fp8 import is_fp8
+from kvq_kernels import Format
 
-NAMES = (*SCHEMES, "kvq-fp8")
 NEW_TOKENS = 40
 LENGTHS = [10, 64, 127, 128, 129, 256, 300, 400]
 
@@ -24,10 +24,6 @@ def prompts() -> list[list[int]]:
     rng = random.Random(1)
     text = [rng.randrange(3, models.TINY_VOCABULARY) for _ in range(800)]
     return [text[:n] if n % 2 else text[300 : 300 + n] for n in LENGTHS]
-
-
-def format_of(name: str, head_size: int) -> Format | Fp8Layer:
-    return at_scale_one(name, head_size) if is_fp8(name) else Format.create(name, head_size)
 
 
 def run(model: Path, name: str, **options: Any) -> list[list[int]]:
@@ -47,35 +43,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.tiny_gemma3(tmp_path_factory.mktemp("gemma3"))
-
-
-@pytest.mark.parametrize(
-    ("make_model", "head_size"),
-    [
-        (models.tiny_gemma3, 64),
-        (models.tiny_gemma2, 256),
-        (models.tiny_qwen3, 96),
-        (models.tiny_gemma4, 64),
-        (models.tiny_gpt_oss, 64),
-    ],
-    ids=[
-        "windows and full (Gemma 3)",
-        "soft cap, D256 (Gemma 2)",
-        "D96 (Qwen 3)",
-        "layers with other kv heads (Gemma 4)",
-        "sinks, experts (GPT-OSS)",
-    ],
-)
-@pytest.mark.parametrize("name", NAMES)
-def test_model_equals_the_dense_reference(
-    name: str, make_model: Callable[..., Path], head_size: int, tmp_path: Path
-) -> None:
-    # Weights of the usual range amplify rounding, and fp8 rounds much.
-    model = make_model(tmp_path, **({"initializer_range": 0.1} if is_fp8(name) else {}))
-    tokens = run(model, name, max_num_batched_tokens=97, max_num_seqs=16)
-    assert mismatches(model, format_of(name, head_size), tokens) == 0
-    if name != "kvq-int8":
-        assert mismatches(model, None, tokens) > 0
 
 
 @pytest.mark.parametrize(
@@ -164,7 +131,7 @@ def test_bfloat16_runs_the_same_chunked_or_not(llama: Path) -> None:
     assert same > 0.8 * NEW_TOKENS * len(LENGTHS)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_weights_can_be_reloaded(llama: Path, name: str) -> None:
     with engines.engine(llama, kv_cache_dtype=name, skip_tokenizer_init=True) as llm:
         before = engines.generate(llm, prompts(), NEW_TOKENS)

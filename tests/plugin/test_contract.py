@@ -48,6 +48,7 @@ NAMES = [
     "vllm.distributed:get_tp_group",
     "vllm.platforms:current_platform.get_attn_backend_cls",
     "vllm.platforms:current_platform.update_block_size_for_backend",
+    "vllm.platforms:current_platform._align_hybrid_block_size",  # asks our customize_spec
     "vllm.platforms:current_platform.check_and_update_config",
     "vllm.platforms:current_platform.get_device_capability",
     "vllm.plugins:load_general_plugins",
@@ -147,6 +148,7 @@ FIELDS = {
         "kv_cache_dtype_skip_layers",
         "kv_offloading_backend",
         "kv_offloading_size",
+        "kv_sharing_fast_prefill",
         "kv_cache_size_tokens",
         "kv_cache_max_concurrency",
     ],
@@ -293,6 +295,7 @@ def test_dataclass_has(name: str) -> None:
         "attention_chunk_size",
         "hf_config",
         "hf_text_config",
+        "is_hybrid",
         "get_head_size",
         "get_total_num_kv_heads",
         "get_vocab_size",
@@ -368,6 +371,12 @@ def test_a_layers_scales_have_the_names_that_we_set() -> None:
         assert name in dict(layer.named_buffers())  # which sleep mode saves
         assert isinstance(getattr(layer, f"{name}_float"), float)
         assert isinstance(getattr(layer, f"{name}_cpu"), torch.Tensor)
+
+
+def test_a_layer_says_whose_cache_it_reads() -> None:
+    from vllm.model_executor.layers.attention import Attention
+
+    assert "self.kv_sharing_target_layer_name =" in inspect.getsource(Attention.__init__)
 
 
 def test_planning_has_one_of_the_two_known_ways() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import models
+from support.model_matrix import FORMATS, REFUSED, ModelKind
 
 from kvq_vllm import checks, registration
 from kvq_vllm.config import KVQConfig, KVQConfigError
@@ -28,12 +30,14 @@ def create_config(model: Path, **options: Any) -> Any:
     return EngineArgs(model=str(model), **(defaults | options)).create_engine_config()
 
 
-def assert_refused(model: Path, message: str, **options: Any) -> None:
+def assert_refused(model: Path, message: str, **options: Any) -> str:
+    """Make a configuration that must be refused; return the message."""
     with pytest.raises(KVQConfigError, match=message) as error:
         create_config(model, **options)
     text = str(error.value)
     assert "\n" not in text
     assert text.endswith(".")
+    return text
 
 
 def test_a_plain_configuration_is_accepted(llama: Path) -> None:
@@ -139,13 +143,32 @@ def test_offloading_to_cpu_memory(
         assert transfer.kv_connector == "OffloadingConnector"
 
 
-def test_shared_layers(tmp_path: Path) -> None:
-    from transformers import Gemma3nTextConfig
+@pytest.mark.parametrize("model", REFUSED, ids=lambda model: model.name)
+@pytest.mark.parametrize("name", FORMATS)
+def test_models(
+    name: str, model: ModelKind, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """docs/models.md quotes what this test records."""
+    record_property("model", model.name)
+    record_property("format", name)
+    assert model.refusal is not None
+    error = assert_refused(model.make(tmp_path), f"{model.refusal}: use", kv_cache_dtype=name)
+    record_property("refusal", error)
 
-    Gemma3nTextConfig(
-        num_hidden_layers=4, num_kv_shared_layers=2, architectures=["Gemma3nForCausalLM"]
-    ).save_pretrained(tmp_path)
-    assert_refused(tmp_path, "does not support layers that share another layer's KV cache yet")
+
+def test_options_of_layers_that_share_caches(tmp_path: Path) -> None:
+    model = models.tiny_gemma4_sharing(tmp_path)
+    create_config(model, kv_cache_dtype_skip_layers=["sliding_window"])
+    assert_refused(
+        model, "--kv-cache-dtype-skip-layers with numbers", kv_cache_dtype_skip_layers=["5"]
+    )
+    assert_refused(model, "--kv-sharing-fast-prefill has layers", kv_sharing_fast_prefill=True)
+
+
+def test_skipped_layers_beside_mamba(tmp_path: Path) -> None:
+    model = models.tiny_granite_hybrid(tmp_path)
+    create_config(model)
+    assert_refused(model, "--kv-cache-dtype-skip-layers .* Mamba", kv_cache_dtype_skip_layers=["2"])
 
 
 def test_value_head_size() -> None:
@@ -168,59 +191,6 @@ def test_unknown_kernels(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_head_size(tmp_path: Path) -> None:
     model = models.tiny_llama(tmp_path, head_dim=72)
     assert_refused(model, "head size 72: it must be a multiple of 16 up to 256.*auto")
-
-
-def test_latent_attention(tmp_path: Path) -> None:
-    from transformers import DeepseekV3Config
-
-    DeepseekV3Config(
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        architectures=["DeepseekV3ForCausalLM"],
-    ).save_pretrained(tmp_path)
-    assert_refused(tmp_path, r"does not support multi-head latent attention \(MLA\): use")
-
-
-def test_encoder_only_attention(tmp_path: Path) -> None:
-    from transformers import BertConfig
-
-    BertConfig(
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        architectures=["BertModel"],
-    ).save_pretrained(tmp_path)
-    assert_refused(tmp_path, "does not support encoder-only attention")
-
-
-def test_cross_attention(tmp_path: Path) -> None:
-    from transformers import WhisperConfig
-
-    WhisperConfig(
-        d_model=64,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=1,
-        decoder_attention_heads=1,
-        architectures=["WhisperForConditionalGeneration"],
-    ).save_pretrained(tmp_path)
-    assert_refused(tmp_path, r"does not support encoder-decoder models \(cross attention\)")
-
-
-def test_mixed_mamba_models(tmp_path: Path) -> None:
-    from transformers import Qwen3NextConfig
-
-    Qwen3NextConfig(
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=64,
-        architectures=["Qwen3NextForCausalLM"],
-    ).save_pretrained(tmp_path)
-    assert_refused(tmp_path, "does not support hybrid models")
 
 
 @pytest.mark.parametrize(

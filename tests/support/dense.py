@@ -61,14 +61,17 @@ class DenseModel:
                 to its format; None is an unquantised layer.
 
         """
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
         ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _dispatch)
         self._format_of = (
             format_of_layer if callable(format_of_layer) else lambda module: format_of_layer
         )
-        self.model = AutoModelForCausalLM.from_pretrained(
+        text_only = type(AutoConfig.from_pretrained(model)) in MODEL_FOR_CAUSAL_LM_MAPPING
+        auto_class = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
+        self.model = auto_class.from_pretrained(
             model, dtype=torch.float32, attn_implementation=_ATTENTION
         ).eval()
         for module in self.model.modules():

@@ -325,9 +325,7 @@ def _layers(name: str, fields: _Fields) -> tuple[tuple[LayerShape, ...], str | N
 
     kinds = _layer_types(fields, num_layers, window)
     shared = int(fields.raw.get("num_kv_shared_layers") or 0)
-    if shared:
-        kinds = kinds[: num_layers - shared]
-        unsupported = f"{shared} of its layers share another layer's KV cache"
+    kinds = kinds[: num_layers - shared]  # the others read these layers' caches
     # Gemma 4: layers that see everything have sizes of their own.
     global_size = int(fields.get("global_head_dim", default=head_size))
     global_kv_heads = kv_heads
@@ -336,8 +334,8 @@ def _layers(name: str, fields: _Fields) -> tuple[tuple[LayerShape, ...], str | N
     layers = []
     for kind in kinds:
         if any(part in kind for part in _STATE_LAYERS):
-            unsupported = "it mixes attention with Mamba or linear-attention layers"
-        elif "sliding" in kind or kind == "local":
+            continue
+        if "sliding" in kind or kind == "local":
             layers.append(LayerShape(kv_heads, head_size, value_size, window))
         elif "chunked" in kind:
             unsupported = "its layers use chunked local attention"
@@ -357,7 +355,7 @@ def _layers(name: str, fields: _Fields) -> tuple[tuple[LayerShape, ...], str | N
         fields.has_state_layers = True
         fields.notes.append(
             f"the fixed state of {len(kinds) - len(layers)} layers without a KV cache is not "
-            "counted"
+            "counted, nor that vLLM makes blocks as large as one layer's state"
         )
     return tuple(layers), unsupported
 

@@ -1,0 +1,116 @@
+"""Every kind of model with every format: the same tokens as the dense reference.
+
+``make support-matrix`` writes docs/models.md from the results.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import engines, models
+from support.dense import DenseModel
+from support.fp8 import Fp8Layer, at_scale_one
+from support.model_matrix import FORMATS, SERVED, ModelKind
+
+from kvq_kernels import Format
+from kvq_kernels.fp8 import Fp8Format, is_fp8
+
+UNIT_SIZE = 64
+LENGTHS = [10, 63, 64, 65, 129, 200]
+NEW_TOKENS = 30
+
+
+@cache
+def prompts() -> list[list[int]]:
+    rng = random.Random(1)
+    # The last few tokens of the vocabulary stand for images.
+    text = [rng.randrange(3, models.TINY_VOCABULARY - 8) for _ in range(600)]
+    return [text[:n] if n % 2 else text[300 : 300 + n] for n in LENGTHS]
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """Engine options: small units, so that short prompts fill some."""
+    options: dict[str, Any] = {"kv_cache_dtype": name, "skip_tokenizer_init": True}
+    if not is_fp8(name):
+        options["additional_config"] = {"kvq": {"unit_size": UNIT_SIZE}}
+    return options
+
+
+def reference(folder: Path, model: ModelKind, name: str) -> DenseModel:
+    if is_fp8(name):
+        return DenseModel(folder, at_scale_one(name, model.head_size))
+    return DenseModel(folder, Format.create(name, model.head_size, UNIT_SIZE))
+
+
+@pytest.mark.parametrize("model", SERVED, ids=lambda model: model.name)
+@pytest.mark.parametrize("name", FORMATS)
+def test_model_equals_the_dense_reference(
+    name: str, model: ModelKind, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("model", model.name)
+    record_property("format", name)
+    # Weights of the usual range amplify rounding, and fp8 rounds much.
+    folder = model.make(tmp_path, **({"initializer_range": 0.1} if is_fp8(name) else {}))
+    chunked = {"max_num_batched_tokens": 97, "max_num_seqs": 16}
+    with engines.engine(folder, **options_of(name), **chunked, **model.options) as llm:
+        tokens = engines.generate(llm, prompts(), NEW_TOKENS)
+    assert reference(folder, model, name).judge(prompts(), tokens).mismatches == 0
+    if name != "kvq-int8":  # 8 bits differ too little to change a first choice here
+        assert DenseModel(folder, None).judge(prompts(), tokens).mismatches > 0
+
+
+@pytest.mark.parametrize(
+    "model",
+    [model for model in SERVED if "share caches" in model.special or "beside" in model.special],
+    ids=lambda model: model.name,
+)
+@pytest.mark.parametrize("name", ["kvq-int4", "kvq-fp8"])
+def test_other_caches_whatever_the_engine_does(
+    name: str, model: ModelKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free memory is poisoned, and the second time prompts are cached."""
+    engines.poison_cache(monkeypatch)
+    folder = model.make(tmp_path, **({"initializer_range": 0.1} if is_fp8(name) else {}))
+    with engines.engine(
+        folder,
+        **options_of(name),
+        **model.options,
+        enable_prefix_caching=True,
+        max_num_batched_tokens=256,
+        max_num_seqs=16,
+    ) as llm:
+        dense = reference(folder, model, name)
+        for _ in range(2):
+            tokens = engines.generate(llm, prompts(), NEW_TOKENS)
+            assert dense.judge(prompts(), tokens).mismatches == 0
+        assert engines.metric(llm, "vllm:prefix_cache_hits") > 0
+        free, total = engines.free_blocks(llm)
+        assert free == total
+
+
+def test_measured_scales_of_layers_that_share_caches(tmp_path: Path) -> None:
+    """Only the layers that own a cache have scales; the others read with the owner's."""
+    folder = models.tiny_gemma4_sharing(tmp_path / "model", initializer_range=0.1)
+    file = tmp_path / "scales.json"
+    kvq = {"scales": "warmup", "scales_out": str(file)}
+    with engines.engine(
+        folder, kv_cache_dtype="kvq-fp8", skip_tokenizer_init=True, additional_config={"kvq": kvq}
+    ) as llm:
+        tokens = engines.generate(llm, prompts(), NEW_TOKENS)
+    written = json.loads(file.read_text())["layers"]
+    assert list(written) == [f"model.layers.{i}.self_attn.attn" for i in range(3)]
+    fmt = Fp8Format("kvq-fp8", 64)
+    layers = [
+        Fp8Layer(fmt, torch.tensor(scales["k_scale"]), torch.tensor(scales["v_scale"]))
+        for scales in written.values()
+    ]
+    owners = [0, 1, 2, 1, 1, 2]
+    dense = DenseModel(folder, lambda module: layers[owners[module.layer_idx]])
+    assert dense.judge(prompts(), tokens).mismatches == 0

@@ -1,0 +1,143 @@
+"""The models that every format is tried on: for the tests, and for the table in the docs.
+
+Each stands for a kind of model by what is special about its attention or its cache. They are tiny
+and random; those that are refused have a configuration only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvq_kernels import SCHEMES
+from support import models
+
+FORMATS = (*SCHEMES, "kvq-fp8")
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """One row of the table.
+
+    Attributes:
+        name: of the model, and of those that are alike.
+        special: what a cache has to cope with.
+        make: saves it to a folder, with overrides of its configuration.
+        head_size: of keys and values.
+        options: arguments of ``LLM`` that it needs.
+        refusal: why every format refuses it, as a regular expression, or None if they serve it.
+
+    """
+
+    name: str
+    special: str
+    make: Callable[..., Path]
+    head_size: int = 64
+    options: dict[str, Any] = field(default_factory=dict)
+    refusal: str | None = None
+
+
+SERVED = (
+    ModelKind("Llama, Mistral", "grouped-query attention", models.tiny_llama),
+    ModelKind("Qwen 2", "large biases on keys", partial(models.tiny_qwen2, key_bias=50.0)),
+    ModelKind("Qwen 3", "normalised queries and keys, head size 128", models.tiny_qwen3, 128),
+    ModelKind("Phi 3", "head size 96", models.tiny_phi3, 96),
+    ModelKind("Gemma 2", "soft-capped logits, head size 256", models.tiny_gemma2, 256),
+    ModelKind(
+        "Gemma 3",
+        "five layers with a sliding window to one without",
+        partial(models.tiny_gemma3, layer_types=["sliding_attention"] * 5 + ["full_attention"]),
+    ),
+    ModelKind("Gemma 3n", "layers that share caches", models.tiny_gemma3n),
+    ModelKind("Gemma 4", "layers that differ in kv heads", models.tiny_gemma4),
+    ModelKind("Gemma 4 E2B, E4B", "layers that share caches", models.tiny_gemma4_sharing),
+    ModelKind(
+        "GPT-OSS", "attention sinks, sliding windows, mixture of experts", models.tiny_gpt_oss
+    ),
+    ModelKind("Mixtral", "mixture of experts", models.tiny_mixtral),
+    ModelKind(
+        "Qwen 3 MoE", "mixture of experts, normalised queries and keys", models.tiny_qwen3_moe
+    ),
+    ModelKind(
+        "Idefics 3, SmolVLM",
+        "text path of a vision model",
+        models.tiny_idefics3,
+        options={"language_model_only": True},
+    ),
+    ModelKind("Granite 4", "Mamba 2 beside attention", models.tiny_granite_hybrid),
+)
+
+
+def _configuration(folder: Path, class_name: str, architecture: str, **values: Any) -> Path:
+    """Save a configuration alone, which is all that vLLM reads before a refusal."""
+    import transformers
+
+    config_class = getattr(transformers, class_name)
+    config_class(architectures=[architecture], **values).save_pretrained(folder)
+    return folder
+
+
+REFUSED = (
+    ModelKind(
+        "DeepSeek V3",
+        "multi-head latent attention",
+        partial(
+            _configuration,
+            class_name="DeepseekV3Config",
+            architecture="DeepseekV3ForCausalLM",
+            hidden_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+        ),
+        refusal=r"multi-head latent attention \(MLA\)",
+    ),
+    ModelKind(
+        "Llama 4",
+        "chunked local attention",
+        partial(
+            _configuration,
+            class_name="Llama4TextConfig",
+            architecture="Llama4ForCausalLM",
+            hidden_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+        ),
+        refusal="chunked local attention, whose chunks .*",
+    ),
+    ModelKind(
+        "BERT",
+        "encoder only",
+        partial(
+            _configuration,
+            class_name="BertConfig",
+            architecture="BertModel",
+            hidden_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+        ),
+        refusal="encoder-only attention, which keeps no KV cache",
+    ),
+    ModelKind(
+        "Whisper",
+        "encoder and decoder",
+        partial(
+            _configuration,
+            class_name="WhisperConfig",
+            architecture="WhisperForConditionalGeneration",
+            d_model=64,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=1,
+            decoder_attention_heads=1,
+        ),
+        refusal=r"encoder-decoder models \(cross attention\)",
+    ),
+)
+
+MODELS = (*SERVED, *REFUSED)
