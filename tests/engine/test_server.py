@@ -3,71 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.models import smollm2
+from support.servers import VLLM, serve
 
-STARTUP_SECONDS = 240
-SERVE = [str(Path(sys.executable).parent / "vllm"), "serve", str(smollm2())]
+SERVE = [*VLLM, str(smollm2())]
 MODULE = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2())]
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
-
-
-@contextmanager
-def server(command: list[str], log: Path) -> Iterator[str]:
-    """Run a server; yield its base URL once it is healthy."""
-    port = _free_port()
-    options = ["--host", "127.0.0.1", "--port", str(port), "--kv-cache-dtype", "kvq-int4"]
-    options += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [*command, *options, "--served-model-name", "smollm2"],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + STARTUP_SECONDS
-        while not _healthy(url):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.5)
-        yield url
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
+OPTIONS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
 
 
 def chat(url: str, stream: bool) -> str:
@@ -98,8 +46,9 @@ def chat(url: str, stream: bool) -> str:
 @pytest.mark.parametrize("command", [SERVE, MODULE], ids=["vllm serve", "module"])
 def test_chat_completion(command: list[str], tmp_path: Path) -> None:
     log = tmp_path / "server.log"
-    with server(command, log) as url:
-        answers = [chat(url, stream) for stream in (False, True)]
+    options = ["--kv-cache-dtype", "kvq-int4", "--served-model-name", "smollm2"]
+    with serve([*command, *OPTIONS, *options], log) as server:
+        answers = [chat(server.url, stream) for stream in (False, True)]
     assert "Paris" in answers[0]
     assert answers[1] == answers[0]
     assert "kvq-int4" in log.read_text()
