@@ -22,7 +22,6 @@ import argparse
 import asyncio
 import json
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,8 +39,6 @@ import numpy as np
 import psutil
 from support import models
 from support.servers import VLLM, Server, serve
-
-from tools.setup_env import MODEL
 
 UNIT_SIZE = 64
 MAX_MODEL_LEN = 1024
@@ -258,14 +255,6 @@ def bench(server: Server, tokenizer: Path, until: float) -> Counter[str]:
     return total
 
 
-def make_model(folder: Path) -> Path:
-    """Save a tiny random Llama with SmolLM2's tokenizer: thousands of requests in minutes."""
-    models.tiny_llama(folder, vocab_size=49152, initializer_range=0.1)
-    for file in MODEL.glob("tokenizer*"):
-        shutil.copy(file, folder)
-    return folder
-
-
 def wait_until_idle(server: Server) -> dict[str, float]:
     """Return what the server says it still has, once nothing changes any more."""
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -341,7 +330,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = options.model or make_model(folder / "model")
+        model = options.model or models.tiny_llama_to_serve(folder / "model")
         report = soak(model, options.kv_cache_dtype, options.minutes, folder)
         print(json.dumps(report, indent=1))
         found = faults(report)

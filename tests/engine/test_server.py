@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from support import models
 from support.models import smollm2
-from support.servers import VLLM, serve
+from support.servers import VLLM, Server, serve
 
 SERVE = [*VLLM, str(smollm2())]
 MODULE = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2())]
@@ -52,6 +56,45 @@ def test_chat_completion(command: list[str], tmp_path: Path) -> None:
     assert "Paris" in answers[0]
     assert answers[1] == answers[0]
     assert "kvq-int4" in log.read_text()
+
+
+@pytest.mark.parametrize("victim", ["VLLM::EngineCore", "VLLM::Worker"])
+def test_a_killed_process_ends_the_server_as_with_auto(victim: str, tmp_path: Path) -> None:
+    model = models.tiny_llama_to_serve(tmp_path / "model")
+    endings = {}
+    for cache_dtype in ("auto", "kvq-int4"):
+        log = tmp_path / f"{cache_dtype}.log"
+        options = ["--kv-cache-dtype", cache_dtype]
+        with serve([*VLLM, str(model), *OPTIONS, *options], log) as server:
+            status = _killed_while_answering(server, str(model), victim)
+            endings[cache_dtype] = (status, server.process.wait(60))
+        assert "EngineDeadError" in log.read_text()
+    status, exit_code = endings["kvq-int4"]
+    assert status == 500
+    assert endings["auto"] == endings["kvq-int4"], endings
+
+
+def _killed_while_answering(server: Server, model: str, victim: str) -> int:
+    """Kill a process of the server's with SIGKILL; return the status of the request it is at."""
+    request = {"model": model, "prompt": [5, 6, 7], "max_tokens": 1000, "ignore_eos": True}
+    post = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        json.dumps(request).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(urllib.request.urlopen, post, timeout=120)
+        while not server.metric("vllm:num_requests_running"):
+            assert not answer.done()
+        (process,) = (
+            child
+            for child in psutil.Process(server.process.pid).children(recursive=True)
+            if child.cmdline()[:1] and child.cmdline()[0].startswith(victim)
+        )
+        process.kill()
+        error = answer.exception(120)
+    assert isinstance(error, urllib.error.HTTPError), error
+    return error.code
 
 
 def test_an_unknown_dtype_is_refused_with_the_names_that_exist() -> None:

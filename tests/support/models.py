@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,14 @@ def tiny_llama(folder: Path, **overrides: Any) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return _save(folder, LlamaForCausalLM, LlamaConfig(**(_sizes() | overrides)))
+
+
+def tiny_llama_to_serve(folder: Path) -> Path:
+    """Save the random Llama with SmolLM2's tokenizer, which servers need."""
+    tiny_llama(folder, vocab_size=49152, initializer_range=0.1)
+    for file in MODEL.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
 
 
 def tiny_eagle(folder: Path) -> Path:

@@ -37,9 +37,10 @@ class Server:
         with urllib.request.urlopen(f"{self.url}{path}", timeout=10) as response:
             return str(response.read().decode())
 
-    def metric(self, name: str) -> float:
-        """Sum of one of the server's metrics over its labels."""
-        lines = [line for line in self.get("/metrics").splitlines() if line.startswith(f"{name}{{")]
+    def metric(self, name: str, label: str = "") -> float:
+        """Sum of one of the server's metrics over all labels, or over those with `label`."""
+        lines = self.get("/metrics").splitlines()
+        lines = [line for line in lines if line.startswith(f"{name}{{") and label in line]
         assert lines, name
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
