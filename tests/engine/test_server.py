@@ -69,7 +69,7 @@ def test_a_killed_process_ends_the_server_as_with_auto(victim: str, tmp_path: Pa
             status = _killed_while_answering(server, str(model), victim)
             endings[cache_dtype] = (status, server.process.wait(60))
         assert "EngineDeadError" in log.read_text()
-    status, exit_code = endings["kvq-int4"]
+    status, _ = endings["kvq-int4"]
     assert status == 500
     assert endings["auto"] == endings["kvq-int4"], endings
 
