@@ -52,9 +52,8 @@ MIB_PER_MINUTE = 4.0
 TIE = 0.005
 """Log probabilities closer than this may change places: another batch sums in another order."""
 SAMPLES = 40
-CONCURRENCY = 16
-"""Concurrent requests of our client."""
-BENCH_CONCURRENCY = 12
+CONCURRENCY, BENCH_CONCURRENCY = 16, 12
+"""Requests in flight, of our client and of vLLM's."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +142,7 @@ class Client:
             "ignore_eos": True,
             "logprobs": 2,
             "return_token_ids": True,
+            "return_tokens_as_token_ids": True,  # two tokens may have the same text
             "stream": True,
         }
         answer = Answer(prompt, [], [])
@@ -155,8 +155,8 @@ class Client:
                 event = json.loads(line.removeprefix(b"data: "))
                 assert "error" not in event, event
                 for choice in event["choices"]:
-                    answer.tokens.extend(choice["token_ids"])
-                    top = choice["logprobs"]["top_logprobs"]
+                    answer.tokens.extend(choice.get("token_ids") or ())
+                    top = (choice.get("logprobs") or {}).get("top_logprobs", ())
                     answer.best.extend(sorted(t.values(), reverse=True)[:2] for t in top)
                 chunks += 1
                 if stop_after is not None and chunks >= stop_after:
@@ -239,7 +239,7 @@ def bench(server: Server, tokenizer: Path, until: float) -> Counter[str]:
                 "random-input-len": 200,
                 "random-output-len": 60,
                 "random-range-ratio": 0.9,
-                "num-prompts": 500,
+                "num-prompts": 300,
                 "max-concurrency": BENCH_CONCURRENCY,
                 "seed": total["rounds"],
                 "result-dir": folder,

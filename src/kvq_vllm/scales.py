@@ -8,7 +8,6 @@ there. They change in place only, because CUDA graphs remember addresses.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -20,6 +19,7 @@ import torch
 
 from kvq_kernels.fp8 import FP8_DTYPES, is_fp8
 from kvq_vllm.config import KVQConfig, KVQConfigError
+from kvq_vllm.wrapping import wrap_once
 
 HEADROOM = 2.0
 """Measured scales map twice the largest value seen to the largest code. In a float format that
@@ -58,18 +58,8 @@ def take_over() -> None:
         return process_weights_after_loading
 
     # Needed for vLLM 0.32; later ones ask the dtype's handler.
-    _wrap(kv_cache, "is_quantized_kv_cache", known)
-    _wrap(Attention, "process_weights_after_loading", settled)
-
-
-def _wrap(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace a function of a module or class by ``wrap(function)``, once."""
-    function = getattr(owner, name)
-    if getattr(function, "_kvq", False):
-        return
-    wrapped = functools.update_wrapper(wrap(function), function)
-    wrapped._kvq = True  # type: ignore[attr-defined]
-    setattr(owner, name, wrapped)
+    wrap_once(kv_cache, "is_quantized_kv_cache", known)
+    wrap_once(Attention, "process_weights_after_loading", settled)
 
 
 # --- one layer -------------------------------------------------------------------------------
@@ -246,7 +236,7 @@ def measure_at_start(vllm_config: Any) -> None:
         return determine_available_memory
 
     worker_class = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
-    _wrap(worker_class, "determine_available_memory", measuring)
+    wrap_once(worker_class, "determine_available_memory", measuring)
 
 
 @torch.inference_mode()

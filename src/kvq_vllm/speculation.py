@@ -16,12 +16,12 @@ What this relies on is listed in ``tests/plugin/test_contract.py``.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from kvq_vllm.residual import LAYER_SUFFIX
+from kvq_vllm.wrapping import wrap_once
 
 DRAFT_MODEL = "draft_model"
 
@@ -35,9 +35,9 @@ def take_over() -> None:
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    _wrap(SpecDecodeBaseProposer, "load_model", _leave_companions_out)
-    _wrap(GPUModelRunner, "propose_draft_token_ids", _hand_over_block_tables)
-    _wrap(SpecDecodeBaseProposer, "build_per_group_and_layer_attn_metadata", _add_rings)
+    wrap_once(SpecDecodeBaseProposer, "load_model", _leave_companions_out)
+    wrap_once(GPUModelRunner, "propose_draft_token_ids", _hand_over_block_tables)
+    wrap_once(SpecDecodeBaseProposer, "build_per_group_and_layer_attn_metadata", _add_rings)
 
 
 def _leave_companions_out(load_model: Callable[..., None]) -> Callable[..., None]:
@@ -85,12 +85,3 @@ def _add_rings(build: Callable[..., Any]) -> Callable[..., Any]:
         return per_group, per_layer
 
     return wrapped
-
-
-def _wrap(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace a method by ``wrap(method)``, once."""
-    method = getattr(owner, name)
-    if not getattr(method, "_kvq", False):
-        wrapped = functools.update_wrapper(wrap(method), method)
-        wrapped._kvq = True  # type: ignore[attr-defined]
-        setattr(owner, name, wrapped)

@@ -99,6 +99,7 @@ PARAMETERS = {
     "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.load_model": ["target_model"],
     "vllm.v1.spec_decode.llm_base_proposer:"
     "SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata": ["common_attn_metadata"],
+    "vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids": ["block_ids"],
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": [
         "kvcache_spec_cls",
         "manager_class",
