@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, LayerCache, debug, reference
 from kvq_kernels.dispatch import ENV_VAR, Kernels, fallback_reason, select_kernels
 from kvq_kernels.formats import DEBUG_FORMAT, HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE, UNIT_SIZES
+from kvq_vllm import speculation, zeroing
 from kvq_vllm.checks import OUR_BACKEND
 from kvq_vllm.config import KVQConfig, KVQConfigError
 from kvq_vllm.residual import LAYER_SUFFIX, ResidualLayer
@@ -293,6 +294,11 @@ class LayerImpl(AttentionImpl[KVQMetadata]):
         )
         self.vllm_config = get_current_vllm_config()
         self.config = KVQConfig.parse(self.vllm_config.additional_config)
+        runner_v1 = not self.vllm_config.use_v2_model_runner
+        if self.vllm_config.speculative_config is not None and runner_v1:
+            speculation.take_over()
+        if current_platform.is_cpu():
+            zeroing.take_over()
         self.set_up()
 
     def set_up(self) -> None:

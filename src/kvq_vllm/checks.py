@@ -19,7 +19,7 @@ from kvq_vllm.config import KVQConfig, KVQConfigError, is_kvq
 SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
 ALLOW_UNTESTED = "KVQ_ALLOW_UNTESTED_VLLM"
 
-TESTED_SPECULATION = frozenset({"ngram"})
+TESTED_SPECULATION = frozenset({"ngram", "draft_model", "eagle"})
 OUR_BACKEND = "KVQ_ATTN"
 
 
@@ -57,7 +57,7 @@ def check_config(vllm_config: Any) -> None:
         _check_scales(vllm_config, config)
     _check_parallel(cache_dtype, vllm_config.parallel_config)
     _check_connectors(cache_dtype, vllm_config, config)
-    _check_speculation(cache_dtype, vllm_config.speculative_config)
+    _check_speculation(cache_dtype, vllm_config.speculative_config, config)
     _check_backend(cache_dtype, vllm_config)
     _check_kernels()
 
@@ -207,14 +207,49 @@ def _check_connectors(cache_dtype: str, vllm_config: Any, config: KVQConfig) -> 
         )
 
 
-def _check_speculation(cache_dtype: str, speculative_config: Any) -> None:
-    method = getattr(speculative_config, "method", None)
-    if method is not None and method not in TESTED_SPECULATION:
+def _check_speculation(cache_dtype: str, speculative_config: Any, config: KVQConfig) -> None:
+    """Check the method, and the drafter's model where its cache is one of ours."""
+    if speculative_config is None or speculative_config.method is None:
+        return
+    option, method = "--speculative-config", speculative_config.method
+    if method not in TESTED_SPECULATION:
         _refuse(
-            "--speculative-config",
+            option,
             f"with method {method} is not supported with --kv-cache-dtype {cache_dtype} yet",
             f"use one of {', '.join(sorted(TESTED_SPECULATION))}, or --kv-cache-dtype auto",
         )
+    if speculative_config.parallel_drafting:
+        _refuse(
+            option,
+            f"with parallel_drafting is not supported with --kv-cache-dtype {cache_dtype} yet",
+            "leave parallel_drafting out",
+        )
+    if method == "ngram":
+        return
+    drafter_dtype = speculative_config.kv_cache_dtype or cache_dtype
+    if is_kvq(drafter_dtype):
+        _check_model(drafter_dtype, speculative_config.draft_model_config, config)
+    if is_fp8(drafter_dtype) and (config.scales == "warmup" or config.scales_in is not None):
+        _refuse(
+            option,
+            f"gives the drafter a {drafter_dtype} cache, but measured scales are those of the "
+            "target model alone",
+            'add "kv_cache_dtype": "auto" to it',
+        )
+
+
+def refuse_drafter(vllm_config: Any) -> None:
+    """Refuse a kvq cache for the drafter of a target model that has none.
+
+    Raises:
+        KVQConfigError: always.
+
+    """
+    _refuse(
+        f"--speculative-config with kv_cache_dtype {vllm_config.speculative_config.kv_cache_dtype}",
+        "needs a kvq --kv-cache-dtype for the target model too",
+        "leave kv_cache_dtype out of it, or choose a kvq --kv-cache-dtype",
+    )
 
 
 def _check_backend(cache_dtype: str, vllm_config: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kvq_kernels.fp8 import is_fp8
-from kvq_vllm.checks import OUR_BACKEND, check_config
+from kvq_vllm.checks import OUR_BACKEND, check_config, refuse_drafter
 from kvq_vllm.config import OPTION, KVQConfig, KVQConfigError, dtype_names, is_kvq
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's logger, which prints it
@@ -124,12 +124,22 @@ def register_config_check() -> None:
             if is_kvq(vllm_config.cache_config.cache_dtype):
                 _default_block_size(vllm_config)
                 check_config(vllm_config)
-            elif KVQConfig.is_given(vllm_config.additional_config):
+                return
+            if _drafter_dtype(vllm_config) == vllm_config.cache_config.cache_dtype:
+                return  # possibly the drafter's configuration, made of a kvq target's
+            if is_kvq(_drafter_dtype(vllm_config)):
+                refuse_drafter(vllm_config)
+            if KVQConfig.is_given(vllm_config.additional_config):
                 logger.warning(UNUSED_OPTIONS)
 
         return check_and_update_config
 
     _wrap_classmethod(type(current_platform), "check_and_update_config", check)
+
+
+def _drafter_dtype(vllm_config: Any) -> str | None:
+    """Return the cache dtype that the user chose for a drafter, if any."""
+    return getattr(vllm_config.speculative_config, "kv_cache_dtype", None)
 
 
 def _default_block_size(vllm_config: Any) -> None:

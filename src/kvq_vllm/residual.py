@@ -114,7 +114,7 @@ def residual_spec(
     pages: AttentionSpec,
     fmt: Format,
     dtype: torch.dtype,
-    num_speculative_tokens: int,
+    unconfirmed_tokens: int,
     page_size_bytes: int,
 ) -> ResidualSpec:
     """Return the ring that belongs to a layer's pages.
@@ -123,7 +123,7 @@ def residual_spec(
         pages: the spec of the quantised pages.
         fmt: their format.
         dtype: of the model's keys and values.
-        num_speculative_tokens: drafts per step, written before they are accepted.
+        unconfirmed_tokens: written in one step beyond the last confirmed one.
         page_size_bytes: of the ring, at least that of `pages`.
 
     """
@@ -133,7 +133,7 @@ def residual_spec(
     )
     return ResidualSpec(
         block_size=block_size,
-        ring_blocks=cdiv(fmt.unit_size + num_speculative_tokens, block_size),
+        ring_blocks=cdiv(fmt.unit_size + unconfirmed_tokens, block_size),
         num_kv_heads=pages.num_kv_heads,
         head_size=fmt.head_size,
         # Dtype and mode as the pages': vLLM zeroes new blocks when precisions are mixed.
@@ -143,6 +143,16 @@ def residual_spec(
         page_size_padded=page_size_bytes,
         dcp_sharded=False,
     )
+
+
+def _unconfirmed_tokens(vllm_config: VllmConfig) -> int:
+    """Return how many tokens a step writes beyond the last confirmed one.
+
+    The target writes its drafts. A draft model writes as many and one more: the token that the
+    target has just sampled, with room for it also where all drafts were rejected.
+    """
+    drafts: int = vllm_config.num_speculative_tokens
+    return drafts + 1 if drafts else 0
 
 
 class ResidualLayer(AttentionLayerBase):
@@ -176,7 +186,7 @@ class ResidualLayer(AttentionLayerBase):
             pages,
             self.fmt,
             self.owner.dtype,
-            vllm_config.num_speculative_tokens,
+            _unconfirmed_tokens(vllm_config),
             max(layer._pages(vllm_config).page_size_bytes for layer in companions),
         )
         logger.info_once(

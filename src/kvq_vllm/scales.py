@@ -20,6 +20,7 @@ import torch
 from kvq_kernels.fp8 import FP8_DTYPES, is_fp8
 from kvq_vllm.config import KVQConfig, KVQConfigError
 from kvq_vllm.reading import read_json
+from kvq_vllm.wrapping import wrap_once
 
 HEADROOM = 2.0
 """Measured scales map twice the largest value seen to the largest code. In a float format that
@@ -71,20 +72,10 @@ def take_over() -> None:
         return create_weights
 
     # Needed for vLLM 0.32; later ones ask the dtype's handler.
-    _wrap(kv_cache, "is_quantized_kv_cache", known)
+    wrap_once(kv_cache, "is_quantized_kv_cache", known)
     # Scales per head have partial functions for loaders, and vLLM's reload asks for their names.
-    _wrap(CompressedTensorsKVCacheMethod, "create_weights", reloadable)
-    _wrap(Attention, "process_weights_after_loading", settled)
-
-
-def _wrap(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace a function of a module or class by ``wrap(function)``, once."""
-    function = getattr(owner, name)
-    if getattr(function, "_kvq", False):
-        return
-    wrapped = functools.update_wrapper(wrap(function), function)
-    wrapped._kvq = True  # type: ignore[attr-defined]
-    setattr(owner, name, wrapped)
+    wrap_once(CompressedTensorsKVCacheMethod, "create_weights", reloadable)
+    wrap_once(Attention, "process_weights_after_loading", settled)
 
 
 # --- one layer -------------------------------------------------------------------------------
@@ -267,7 +258,7 @@ def measure_at_start(vllm_config: Any) -> None:
         return determine_available_memory
 
     worker_class = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
-    _wrap(worker_class, "determine_available_memory", measuring)
+    wrap_once(worker_class, "determine_available_memory", measuring)
 
 
 @torch.inference_mode()

@@ -3,71 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
-import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from support import models
 from support.models import smollm2
+from support.servers import VLLM, Server, serve
 
-STARTUP_SECONDS = 240
-SERVE = [str(Path(sys.executable).parent / "vllm"), "serve", str(smollm2())]
+SERVE = [*VLLM, str(smollm2())]
 MODULE = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2())]
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
-
-
-@contextmanager
-def server(command: list[str], log: Path) -> Iterator[str]:
-    """Run a server; yield its base URL once it is healthy."""
-    port = _free_port()
-    options = ["--host", "127.0.0.1", "--port", str(port), "--kv-cache-dtype", "kvq-int4"]
-    options += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [*command, *options, "--served-model-name", "smollm2"],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + STARTUP_SECONDS
-        while not _healthy(url):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.5)
-        yield url
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
+OPTIONS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
 
 
 def chat(url: str, stream: bool) -> str:
@@ -98,11 +50,51 @@ def chat(url: str, stream: bool) -> str:
 @pytest.mark.parametrize("command", [SERVE, MODULE], ids=["vllm serve", "module"])
 def test_chat_completion(command: list[str], tmp_path: Path) -> None:
     log = tmp_path / "server.log"
-    with server(command, log) as url:
-        answers = [chat(url, stream) for stream in (False, True)]
+    options = ["--kv-cache-dtype", "kvq-int4", "--served-model-name", "smollm2"]
+    with serve([*command, *OPTIONS, *options], log) as server:
+        answers = [chat(server.url, stream) for stream in (False, True)]
     assert "Paris" in answers[0]
     assert answers[1] == answers[0]
     assert "kvq-int4" in log.read_text()
+
+
+@pytest.mark.parametrize("victim", ["VLLM::EngineCore", "VLLM::Worker"])
+def test_a_killed_process_ends_the_server_as_with_auto(victim: str, tmp_path: Path) -> None:
+    model = models.tiny_llama_to_serve(tmp_path / "model")
+    endings = {}
+    for cache_dtype in ("auto", "kvq-int4"):
+        log = tmp_path / f"{cache_dtype}.log"
+        options = ["--kv-cache-dtype", cache_dtype]
+        with serve([*VLLM, str(model), *OPTIONS, *options], log) as server:
+            status = _killed_while_answering(server, str(model), victim)
+            endings[cache_dtype] = (status, server.process.wait(60))
+        assert "EngineDeadError" in log.read_text()
+    status, _ = endings["kvq-int4"]
+    assert status == 500
+    assert endings["auto"] == endings["kvq-int4"], endings
+
+
+def _killed_while_answering(server: Server, model: str, victim: str) -> int:
+    """Kill a process of the server's with SIGKILL; return the status of the request it is at."""
+    request = {"model": model, "prompt": [5, 6, 7], "max_tokens": 1000, "ignore_eos": True}
+    post = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        json.dumps(request).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(urllib.request.urlopen, post, timeout=120)
+        while not server.metric("vllm:num_requests_running"):
+            assert not answer.done()
+        (process,) = (
+            child
+            for child in psutil.Process(server.process.pid).children(recursive=True)
+            if child.cmdline()[:1] and child.cmdline()[0].startswith(victim)
+        )
+        process.kill()
+        error = answer.exception(120)
+    assert isinstance(error, urllib.error.HTTPError), error
+    return error.code
 
 
 def test_an_unknown_dtype_is_refused_with_the_names_that_exist() -> None:

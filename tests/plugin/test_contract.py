@@ -71,7 +71,9 @@ NAMES = [
     "vllm.v1.kv_cache_interface:KVQuantMode.FP8_PER_TENSOR",
     "vllm.v1.kv_cache_interface:KVQuantMode.NONE",
     "vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory",
+    "vllm.v1.worker.block_table:BlockTable.get_device_tensor",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model",
+    "vllm.v1.attention.backend:CommonAttentionMetadata.replace",
     "vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
     "vllm.v1.kv_cache_layout:KVCacheLayout.BLHNC",
     "vllm.v1.kv_cache_layout:KVCacheLayout.LBHNC",
@@ -113,6 +115,10 @@ PARAMETERS = {
     ],
     "vllm.v1.core.kv_cache_utils:get_kv_cache_capacity": ["vllm_config", "kv_cache_config"],
     "vllm.v1.engine.llm_engine:LLMEngine.add_request": ["request_id", "prompt", "params"],
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.load_model": ["target_model"],
+    "vllm.v1.spec_decode.llm_base_proposer:"
+    "SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata": ["common_attn_metadata"],
+    "vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids": ["block_ids"],
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": [
         "kvcache_spec_cls",
         "manager_class",
@@ -171,7 +177,13 @@ FIELDS = {
         "prefill_context_parallel_size",
         "worker_cls",
     ],
-    "vllm.config:SpeculativeConfig": ["method", "num_speculative_tokens"],
+    "vllm.config:SpeculativeConfig": [
+        "draft_model_config",
+        "kv_cache_dtype",
+        "method",
+        "num_speculative_tokens",
+        "parallel_drafting",
+    ],
     "vllm.config:VllmConfig": [
         "additional_config",
         "attention_config",
@@ -377,6 +389,32 @@ def test_a_layer_says_whose_cache_it_reads() -> None:
     from vllm.model_executor.layers.attention import Attention
 
     assert "self.kv_sharing_target_layer_name =" in inspect.getsource(Attention.__init__)
+
+
+@pytest.mark.parametrize(
+    ("where", "attributes"),
+    [
+        (
+            "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer",
+            ["self._draft_attn_layer_names", "self.kv_cache_gid", "self.method"],
+        ),
+        (
+            "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+            ["self.drafter", "self.input_batch.block_table", "self.kv_cache_config"],
+        ),
+        ("vllm.v1.worker.block_table:MultiGroupBlockTable", ["self.block_tables"]),
+    ],
+)
+def test_drafters_and_their_runner_have(where: str, attributes: list[str]) -> None:
+    source = inspect.getsource(resolve(where))
+    assert [attribute for attribute in attributes if attribute not in source] == []
+
+
+def test_a_runner_proposes_drafts_from_common_metadata() -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    parameters = inspect.signature(GPUModelRunner.propose_draft_token_ids).parameters
+    assert "common_attn_metadata" in parameters
 
 
 def test_planning_has_one_of_the_two_known_ways() -> None:

@@ -244,10 +244,37 @@ def test_connectors_with_mixed_mamba_models() -> None:
         checks._check_connectors("kvq-int4", config, KVQConfig())
 
 
-@pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model", "suffix"])
-def test_speculation_with_a_drafter(method: str) -> None:
-    with pytest.raises(KVQConfigError, match=f"method {method} is not supported.*use one of ngram"):
-        checks._check_speculation("kvq-int4", _Anything(method=method))
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "medusa", "suffix"])
+def test_methods_of_speculation(method: str) -> None:
+    speculation = _Anything(method=method)
+    with pytest.raises(KVQConfigError, match=f"method {method} is not .*use one of draft_model, "):
+        checks._check_speculation("kvq-int4", speculation, KVQConfig())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "kvq", "message"),
+    [
+        ("kvq-int4", {"parallel_drafting": True}, {}, "parallel_drafting is not supported.*out"),
+        ("kvq-fp8", {}, {"scales": "warmup"}, 'target model alone: add "kv_cache_dtype": "auto"'),
+        ("auto", {"kv_cache_dtype": "kvq-int4"}, {}, "needs a kvq --kv-cache-dtype for the target"),
+    ],
+    ids=["parallel drafting", "measured scales", "target without"],
+)
+def test_drafters(
+    llama: Path, name: str, changes: dict[str, Any], kvq: dict[str, Any], message: str
+) -> None:
+    drafter = {"method": "draft_model", "model": str(llama), "num_speculative_tokens": 2}
+    options = {"additional_config": {"kvq": kvq}} if kvq else {}
+    assert_refused(
+        llama, message, kv_cache_dtype=name, speculative_config=drafter | changes, **options
+    )
+
+
+def test_a_drafter_whose_layers_no_kvq_cache_can_serve(llama: Path, tmp_path: Path) -> None:
+    other = models.tiny_llama(tmp_path, head_dim=72)
+    drafter = {"method": "draft_model", "model": str(other), "num_speculative_tokens": 2}
+    assert_refused(llama, "head size 72: it must be a multiple", speculative_config=drafter)
+    assert create_config(llama, speculative_config=drafter | {"kv_cache_dtype": "auto"})
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0", "0.34.0rc1+cpu", "nonsense"])

@@ -30,6 +30,14 @@ def edited(
     return folder
 
 
+def perturbed(model: Path, folder: Path, amount: float) -> Path:
+    """Copy a checkpoint with noise of `amount` standard deviations added to its matrices."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = {n: w for n, w in load_file(model / "model.safetensors").items() if w.dim() == 2}
+    noise = {n: torch.randn(w.shape, generator=generator) for n, w in matrices.items()}
+    return edited(model, folder, {n: w + amount * w.std() * noise[n] for n, w in matrices.items()})
+
+
 def with_scales(
     model: Path, folder: Path, scales: Mapping[str, torch.Tensor], strategy: str
 ) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,35 @@ def tiny_llama(folder: Path, **overrides: Any) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return _save(folder, LlamaForCausalLM, LlamaConfig(**(_sizes() | overrides)))
+
+
+def tiny_llama_to_serve(folder: Path) -> Path:
+    """Save the random Llama with SmolLM2's tokenizer, which servers need."""
+    tiny_llama(folder, vocab_size=49152, initializer_range=0.1)
+    for file in MODEL.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def tiny_eagle(folder: Path) -> Path:
+    """Save a random EAGLE head for the tiny Llama: one layer, its own embeddings."""
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = _sizes() | {"num_hidden_layers": 1}
+    torch.manual_seed(1)
+    llama = LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.float32)
+    hidden = sizes["hidden_size"]
+    weights = llama.model.state_dict() | {
+        "fc.weight": torch.randn(hidden, 2 * hidden) * sizes["initializer_range"],
+    }
+    for name in ("norm.weight", "layers.0.input_layernorm.weight"):
+        del weights[name]  # an EAGLE head has none
+    folder.mkdir(exist_ok=True)
+    save_file({n: w.contiguous() for n, w in weights.items()}, folder / "model.safetensors")
+    config = {"architectures": ["EagleLlamaForCausalLM"], "model_type": "llama"}
+    (folder / "config.json").write_text(json.dumps(sizes | config))
+    return folder
 
 
 def tiny_gemma3(folder: Path, **overrides: Any) -> Path:

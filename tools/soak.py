@@ -1,0 +1,345 @@
+#!/usr/bin/env python3
+"""Load a server with a quantised cache for minutes, then look for what it left behind.
+
+    make soak MINUTES=5
+
+`vllm serve` gets a pool of blocks so small that requests are preempted all the time. vLLM's own
+benchmark client sends it requests of random lengths, and a client of ours as many more, half of
+which it leaves: before the first token, in the middle of the stream, or by closing the connection.
+Afterwards
+
+- no block is in use, no request runs or waits,
+- memory has not grown since the warm-up, by more than a stated slope,
+- sampled answers equal those that the idle server gives, but for ties,
+- requests were preempted, none failed, and no process logged an error.
+
+It prints what it found as JSON and ends with 1 where one of these does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import psutil
+from support import models
+from support.servers import VLLM, Server, serve
+
+UNIT_SIZE = 64
+MAX_MODEL_LEN = 1024
+MAX_SEQS = 24
+NUM_BLOCKS = 200
+"""Enough for one request of full length, and for about a third of `MAX_SEQS`."""
+WARM_UP = 0.4
+"""Share of the time after which memory must be flat."""
+MIB_PER_MINUTE = 4.0
+"""Slope of the resident memory of all server processes that counts as flat."""
+TIE = 0.005
+"""Log probabilities closer than this may change places: another batch sums in another order."""
+SAMPLES = 40
+CONCURRENCY, BENCH_CONCURRENCY = 16, 12
+"""Requests in flight, of our client and of vLLM's."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A greedy continuation: tokens, and the two best log probabilities at each."""
+
+    prompt: list[int]
+    tokens: list[int]
+    best: list[list[float]]
+
+
+@dataclass
+class Client:
+    """Our own load.
+
+    Attributes:
+        url: of the server.
+        counts: requests by how they ended.
+        samples: some of the answers.
+
+    """
+
+    url: str
+    seed: int
+    counts: Counter[str] = field(default_factory=Counter)
+    samples: list[Answer] = field(default_factory=list)
+
+    async def run(self, until: float) -> None:
+        """Send requests, `CONCURRENCY` at a time, until the clock says so."""
+        timeout = aiohttp.ClientTimeout(total=300)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            workers = (self._work(session, i, until) for i in range(CONCURRENCY))
+            await asyncio.gather(*workers)
+
+    async def _work(self, session: aiohttp.ClientSession, index: int, until: float) -> None:
+        rng = random.Random(f"{self.seed}-{index}")
+        while time.monotonic() < until:
+            length = rng.choice((rng.randrange(1, 40), rng.randrange(40, 300)))
+            prompt = [rng.randrange(1000, 40000) for _ in range(length)]
+            max_tokens = rng.randrange(1, 160)
+            leave = rng.choice(("finished", "finished", "cancelled", "hung up"))
+            try:
+                await self._one(session, prompt, max_tokens, leave, rng)
+                self.counts[leave] += 1
+            except (aiohttp.ClientError, TimeoutError, AssertionError) as error:
+                self.counts[f"failed: {type(error).__name__}: {error}"[:200]] += 1
+
+    async def _one(
+        self,
+        session: aiohttp.ClientSession,
+        prompt: list[int],
+        max_tokens: int,
+        leave: str,
+        rng: random.Random,
+    ) -> None:
+        if leave == "hung up":
+            post = asyncio.create_task(self._stream(session, prompt, max_tokens, None))
+            await asyncio.sleep(rng.uniform(0, 0.3))
+            post.cancel()
+            with suppress(asyncio.CancelledError):
+                await post
+            return
+        stop_after = rng.randrange(1, max_tokens + 1) if leave == "cancelled" else None
+        answer = await self._stream(session, prompt, max_tokens, stop_after)
+        if leave == "finished":
+            assert len(answer.tokens) == max_tokens, "an answer is too short"
+            # Any answer is as likely to be kept, however many there are.
+            seen = self.counts["finished"]
+            if len(self.samples) < SAMPLES:
+                self.samples.append(answer)
+            elif (place := rng.randrange(seen + 1)) < SAMPLES:
+                self.samples[place] = answer
+
+    async def _stream(
+        self,
+        session: aiohttp.ClientSession,
+        prompt: list[int],
+        max_tokens: int,
+        stop_after: int | None,
+    ) -> Answer:
+        """Ask for a completion; leave in the middle of it after `stop_after` chunks."""
+        request = {
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 2,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,  # two tokens may have the same text
+            "stream": True,
+        }
+        answer = Answer(prompt, [], [])
+        async with session.post(f"{self.url}/v1/completions", json=request) as response:
+            response.raise_for_status()
+            chunks = 0
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line.removeprefix(b"data: "))
+                assert "error" not in event, event
+                for choice in event["choices"]:
+                    answer.tokens.extend(choice.get("token_ids") or ())
+                    top = (choice.get("logprobs") or {}).get("top_logprobs", ())
+                    answer.best.extend(sorted(t.values(), reverse=True)[:2] for t in top)
+                chunks += 1
+                if stop_after is not None and chunks >= stop_after:
+                    response.close()
+                    break
+        return answer
+
+    async def alone(self, answers: Sequence[Answer]) -> tuple[int, int]:
+        """Ask for the same again, one at a time; return how many ended in a tie, or differ."""
+        ties = different = 0
+        async with aiohttp.ClientSession() as session:
+            for answer in answers:
+                solo = await self._stream(session, answer.prompt, len(answer.tokens), None)
+                if solo.tokens == answer.tokens:
+                    continue
+                pairs = zip(solo.tokens, answer.tokens, strict=True)
+                first = next(i for i, (a, b) in enumerate(pairs) if a != b)
+                best, second = solo.best[first]
+                if best - second < TIE:
+                    ties += 1
+                else:
+                    different += 1
+        return ties, different
+
+
+@dataclass
+class Memory(threading.Thread):
+    """Notes the resident memory of a process and all its children, once a second."""
+
+    pid: int
+    times: list[float] = field(default_factory=list)
+    mib: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__(daemon=True)
+        self._stop_now = threading.Event()
+
+    __hash__ = threading.Thread.__hash__
+
+    def run(self) -> None:
+        while not self._stop_now.wait(1):
+            root = psutil.Process(self.pid)
+            total = sum(_resident(p) for p in (root, *root.children(recursive=True)))
+            self.times.append(time.monotonic())
+            self.mib.append(total / 2**20)
+
+    def finish(self) -> dict[str, float]:
+        """Stop; return the slope of the line through what was noted after the warm-up."""
+        self._stop_now.set()
+        self.join()
+        start = int(WARM_UP * len(self.mib))
+        minutes = np.array(self.times[start:]) / 60
+        slope = float(np.polyfit(minutes, self.mib[start:], 1)[0])
+        return {
+            "resident_mib_after_warm_up": round(self.mib[start]),
+            "resident_mib_at_the_end": round(self.mib[-1]),
+            "mib_per_minute": round(slope, 2),
+        }
+
+
+def _resident(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0
+
+
+def bench(server: Server, tokenizer: Path, until: float) -> Counter[str]:
+    """Run ``vllm bench serve`` again and again until the clock says so."""
+    total: Counter[str] = Counter()
+    while time.monotonic() < until:
+        with tempfile.TemporaryDirectory() as folder:
+            options = {
+                "backend": "openai",
+                "base-url": server.url,
+                "endpoint": "/v1/completions",
+                "model": "soak",
+                "tokenizer": tokenizer,
+                "dataset-name": "random",
+                "random-input-len": 200,
+                "random-output-len": 60,
+                "random-range-ratio": 0.9,
+                "num-prompts": 300,
+                "max-concurrency": BENCH_CONCURRENCY,
+                "seed": total["rounds"],
+                "result-dir": folder,
+                "result-filename": "result.json",
+            }
+            command = [VLLM[0], "bench", "serve", "--ignore-eos", "--save-result"]
+            command += [word for k, v in options.items() for word in (f"--{k}", str(v))]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(f"vllm bench serve failed: {done.stderr[-2000:]}")
+            result = json.loads((Path(folder) / "result.json").read_text())
+        total.update(rounds=1, completed=result["completed"], failed=result["failed"])
+    return total
+
+
+def wait_until_idle(server: Server) -> dict[str, float]:
+    """Return what the server says it still has, once nothing changes any more."""
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    for _ in range(60):
+        state = {name: server.metric(f"vllm:{name}") for name in names}
+        if not any(state.values()):
+            break
+        time.sleep(1)
+    return state
+
+
+def soak(model: Path, cache_dtype: str, minutes: float, folder: Path) -> dict[str, Any]:
+    """Run it all; return what was found."""
+    command = [*VLLM, str(model), "--served-model-name", "soak", "--kv-cache-dtype", cache_dtype]
+    command += ["--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager"]
+    command += ["--max-num-seqs", str(MAX_SEQS), "--max-num-batched-tokens", "512"]
+    command += ["--num-gpu-blocks-override", str(NUM_BLOCKS)]
+    if cache_dtype.startswith("kvq-") and "fp8" not in cache_dtype:
+        command += ["--additional-config", json.dumps({"kvq": {"unit_size": UNIT_SIZE}})]
+    log = folder / "server.log"
+    with serve(command, log) as server:
+        memory = Memory(server.process.pid)
+        memory.start()
+        until = time.monotonic() + 60 * minutes
+        client = Client(server.url, seed=1)
+        load = threading.Thread(target=lambda: asyncio.run(client.run(until)))
+        load.start()
+        benched = bench(server, model, until)
+        load.join()
+        remembered = memory.finish()
+        left = wait_until_idle(server)
+        ties, different = asyncio.run(client.alone(client.samples))
+        preemptions = server.metric("vllm:num_preemptions_total")
+    errors = [line for line in log.read_text().splitlines() if " ERROR " in line]
+    return {
+        "cache_dtype": cache_dtype,
+        "minutes": minutes,
+        "bench_requests": benched["completed"],
+        "bench_failed": benched["failed"],
+        "own_requests": dict(client.counts),
+        "preemptions": int(preemptions),
+        "left": left,
+        **remembered,
+        "samples": len(client.samples),
+        "ties": ties,
+        "different": different,
+        "errors_logged": errors[:5],
+    }
+
+
+def faults(report: dict[str, Any]) -> list[str]:
+    """Return what in a report must not be, as sentences."""
+    failed = [kind for kind in report["own_requests"] if kind.startswith("failed")]
+    checks = {
+        "requests of vllm bench serve failed": report["bench_failed"] > 0,
+        f"requests failed: {failed}": bool(failed),
+        "no request was preempted: the test does not test": report["preemptions"] == 0,
+        f"something is still in use: {report['left']}": any(report["left"].values()),
+        f"memory grows by more than {MIB_PER_MINUTE} MiB a minute": report["mib_per_minute"]
+        > MIB_PER_MINUTE,
+        "answers under load differ from those of the idle server": report["different"] > 0,
+        "more than a tenth of the answers ended in a tie": 10 * report["ties"] > report["samples"],
+        "an error was logged": bool(report["errors_logged"]),
+    }
+    return [sentence for sentence, holds in checks.items() if holds]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--kv-cache-dtype", default="kvq-int4")
+    parser.add_argument("--model", type=Path, help="folder; default: a tiny random Llama")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = options.model or models.tiny_llama_to_serve(folder / "model")
+        report = soak(model, options.kv_cache_dtype, options.minutes, folder)
+        print(json.dumps(report, indent=1))
+        found = faults(report)
+        for sentence in found:
+            print(f"soak: {sentence}.", file=sys.stderr)
+        if report["errors_logged"]:
+            print((folder / "server.log").read_text()[-5000:], file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
