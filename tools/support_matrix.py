@@ -24,9 +24,10 @@ SERVED, REFUSED = "yes", "refused"
 HEAD = """# Models
 
 What `make support-matrix` found: every kind of model below, tiny and random, was served with every
-format on vLLM's CPU build, with chunked prefill and several requests at once. **yes**: all tokens
+format on vLLM's CPU build, with chunked prefill and several requests at once. **yes**: the tokens
 are the choices of a dense reference, Hugging Face's model with the same quantisation and no pages,
-chunks or batches. **refused**: the engine does not start, and says why before it loads weights.
+chunks or batches; sums in another order may tip one of 180. **refused**: the engine does not start,
+and says why before it loads weights.
 
 """
 

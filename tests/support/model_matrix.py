@@ -55,7 +55,9 @@ SERVED = (
     ModelKind("Gemma 4", "layers that differ in kv heads", models.tiny_gemma4),
     ModelKind("Gemma 4 E2B, E4B", "layers that share caches", models.tiny_gemma4_sharing),
     ModelKind(
-        "GPT-OSS", "attention sinks, sliding windows, mixture of experts", models.tiny_gpt_oss
+        "GPT-OSS",
+        "attention sinks, sliding windows, mixture of experts",
+        partial(models.tiny_gpt_oss, initializer_range=0.1),
     ),
     ModelKind("Mixtral", "mixture of experts", models.tiny_mixtral),
     ModelKind(
