@@ -84,14 +84,16 @@ def distance(logprobs: list[list[float]], other: DenseResult) -> float:
 def test_other_caches_whatever_the_engine_does(
     name: str, model: ModelKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Free memory is poisoned, and the second time prompts are cached."""
+    """Free memory is poisoned, and the second time prompts are cached, or blocks used again."""
+    # With Mamba 2 layers, vLLM's CPU build fails as soon as prefixes are cached, with `auto` too.
+    cached = "beside" not in model.special
     engines.poison_cache(monkeypatch)
     folder = model.make(tmp_path, **({"initializer_range": 0.1} if is_fp8(name) else {}))
     with engines.engine(
         folder,
         **options_of(name),
         **model.options,
-        enable_prefix_caching=True,
+        enable_prefix_caching=cached,
         max_num_batched_tokens=256,
         max_num_seqs=16,
     ) as llm:
@@ -99,7 +101,7 @@ def test_other_caches_whatever_the_engine_does(
         for _ in range(2):
             tokens = engines.generate(llm, prompts(), NEW_TOKENS)
             assert dense.judge(prompts(), tokens).mismatches == 0
-        assert engines.metric(llm, "vllm:prefix_cache_hits") > 0
+        assert (engines.metric(llm, "vllm:prefix_cache_hits") > 0) == cached
         free, total = engines.free_blocks(llm)
         assert free == total
 
