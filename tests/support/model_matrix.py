@@ -52,8 +52,14 @@ SERVED = (
         partial(models.tiny_gemma3, layer_types=["sliding_attention"] * 5 + ["full_attention"]),
     ),
     ModelKind("Gemma 3n", "layers that share caches", models.tiny_gemma3n),
-    ModelKind("Gemma 4, smaller heads", "layers that differ in kv heads", models.tiny_gemma4),
-    ModelKind("Gemma 4 E2B, smaller heads", "layers that share caches", models.tiny_gemma4_sharing),
+    ModelKind(
+        "Gemma 4", "layers that differ in kv heads; head sizes up to 256", models.tiny_gemma4
+    ),
+    ModelKind(
+        "Gemma 4 E2B, E4B",
+        "layers that share caches; head sizes up to 256",
+        models.tiny_gemma4_sharing,
+    ),
     ModelKind(
         "GPT-OSS",
         "attention sinks, sliding windows, mixture of experts",
