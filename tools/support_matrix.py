@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from support.model_matrix import FORMATS, MODELS, ModelKind  # noqa: E402
 
@@ -24,9 +24,10 @@ SERVED, REFUSED = "yes", "refused"
 HEAD = """# Models
 
 What `make support-matrix` found: every kind of model below, tiny and random, was served with every
-format on vLLM's CPU build, with chunked prefill and several requests at once. **yes**: all tokens
+format on vLLM's CPU build, with chunked prefill and several requests at once. **yes**: the tokens
 are the choices of a dense reference, Hugging Face's model with the same quantisation and no pages,
-chunks or batches. **refused**: the engine does not start, and says why before it loads weights.
+chunks or batches; sums in another order may tip one of 180. **refused**: the engine does not start,
+and says why before it loads weights.
 
 """
 

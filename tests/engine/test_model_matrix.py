@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support import engines, models
-from support.dense import DenseModel
+from support.dense import DenseModel, DenseResult
 from support.fp8 import Fp8Layer, at_scale_one
 from support.model_matrix import FORMATS, SERVED, ModelKind
 
@@ -60,10 +60,19 @@ def test_model_equals_the_dense_reference(
     folder = model.make(tmp_path, **({"initializer_range": 0.1} if is_fp8(name) else {}))
     chunked = {"max_num_batched_tokens": 97, "max_num_seqs": 16}
     with engines.engine(folder, **options_of(name), **chunked, **model.options) as llm:
-        tokens = engines.generate(llm, prompts(), NEW_TOKENS)
-    assert reference(folder, model, name).judge(prompts(), tokens).mismatches == 0
-    if name != "kvq-int8":  # 8 bits differ too little to change a first choice here
-        assert DenseModel(folder, None).judge(prompts(), tokens).mismatches > 0
+        tokens, logprobs = engines.generate_with_logprobs(llm, prompts(), NEW_TOKENS)
+    quantised = reference(folder, model, name).judge(prompts(), tokens)
+    # Sums in another order round a key to another code now and then. In models as small as these,
+    # above all where that changes an expert, it may tip one choice.
+    assert quantised.mismatches <= 1
+    # The check can tell: the unquantised model is much further away.
+    unquantised = DenseModel(folder, None).judge(prompts(), tokens)
+    assert 10 * distance(logprobs, quantised) < distance(logprobs, unquantised)
+
+
+def distance(logprobs: list[list[float]], other: DenseResult) -> float:
+    """The mean difference of log probabilities."""
+    return (torch.tensor(logprobs) - torch.tensor(other.logprobs)).abs().mean().item()
 
 
 @pytest.mark.parametrize(
@@ -75,14 +84,16 @@ def test_model_equals_the_dense_reference(
 def test_other_caches_whatever_the_engine_does(
     name: str, model: ModelKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Free memory is poisoned, and the second time prompts are cached."""
+    """Free memory is poisoned, and the second time prompts are cached, or blocks used again."""
+    # With Mamba 2 layers, vLLM's CPU build fails as soon as prefixes are cached, with `auto` too.
+    cached = "beside" not in model.special
     engines.poison_cache(monkeypatch)
     folder = model.make(tmp_path, **({"initializer_range": 0.1} if is_fp8(name) else {}))
     with engines.engine(
         folder,
         **options_of(name),
         **model.options,
-        enable_prefix_caching=True,
+        enable_prefix_caching=cached,
         max_num_batched_tokens=256,
         max_num_seqs=16,
     ) as llm:
@@ -90,7 +101,7 @@ def test_other_caches_whatever_the_engine_does(
         for _ in range(2):
             tokens = engines.generate(llm, prompts(), NEW_TOKENS)
             assert dense.judge(prompts(), tokens).mismatches == 0
-        assert engines.metric(llm, "vllm:prefix_cache_hits") > 0
+        assert (engines.metric(llm, "vllm:prefix_cache_hits") > 0) == cached
         free, total = engines.free_blocks(llm)
         assert free == total
 

@@ -52,10 +52,18 @@ SERVED = (
         partial(models.tiny_gemma3, layer_types=["sliding_attention"] * 5 + ["full_attention"]),
     ),
     ModelKind("Gemma 3n", "layers that share caches", models.tiny_gemma3n),
-    ModelKind("Gemma 4", "layers that differ in kv heads", models.tiny_gemma4),
-    ModelKind("Gemma 4 E2B, E4B", "layers that share caches", models.tiny_gemma4_sharing),
     ModelKind(
-        "GPT-OSS", "attention sinks, sliding windows, mixture of experts", models.tiny_gpt_oss
+        "Gemma 4", "layers that differ in kv heads; head sizes up to 256", models.tiny_gemma4
+    ),
+    ModelKind(
+        "Gemma 4 E2B, E4B",
+        "layers that share caches; head sizes up to 256",
+        models.tiny_gemma4_sharing,
+    ),
+    ModelKind(
+        "GPT-OSS",
+        "attention sinks, sliding windows, mixture of experts",
+        partial(models.tiny_gpt_oss, initializer_range=0.1),
     ),
     ModelKind("Mixtral", "mixture of experts", models.tiny_mixtral),
     ModelKind(
@@ -94,6 +102,21 @@ REFUSED = (
             num_key_value_heads=4,
         ),
         refusal=r"multi-head latent attention \(MLA\)",
+    ),
+    ModelKind(
+        "Gemma 4 as released",
+        "layers with head size 512",
+        partial(
+            _configuration,
+            class_name="Gemma4TextConfig",
+            architecture="Gemma4ForCausalLM",
+            hidden_size=128,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            global_head_dim=512,
+        ),
+        refusal=r"head size 512: it must be a multiple of 16 up to 256\.",
     ),
     ModelKind(
         "Llama 4",

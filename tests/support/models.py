@@ -186,7 +186,7 @@ def tiny_phi3(folder: Path, **overrides: Any) -> Path:
     from transformers import Phi3Config, Phi3ForCausalLM
 
     # As in Phi 3 mini, heads share the hidden size.
-    sizes = _sizes() | {"hidden_size": 384, "head_dim": 96, "initializer_range": 0.1}
+    sizes = _sizes() | {"hidden_size": 384, "head_dim": 96, "initializer_range": 0.06}
     return _save(folder, Phi3ForCausalLM, Phi3Config(**(sizes | overrides)))
 
 
