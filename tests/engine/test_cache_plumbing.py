@@ -47,7 +47,7 @@ def start(model: Path, name: str, **options: Any) -> Any:
         "num_gpu_blocks_override": BLOCKS,
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
-        "additional_config": None
+        "additional_config": {}
         if is_fp8(name)
         else {"kvq": {"unit_size": PAGE, "key_group_size": PAGE}},
     }
