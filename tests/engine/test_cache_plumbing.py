@@ -47,7 +47,7 @@ def start(model: Path, name: str, **options: Any) -> Any:
         "num_gpu_blocks_override": BLOCKS,
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
-        "additional_config": None
+        "additional_config": {}
         if is_fp8(name)
         else {"kvq": {"unit_size": PAGE, "key_group_size": PAGE}},
     }
@@ -144,24 +144,36 @@ def adapter(model: Path, folder: Path, seed: int) -> tuple[Path, Path]:
     return lora, checkpoints.edited(model, folder / f"merged{seed}", merged)
 
 
-@pytest.mark.parametrize("name", ["kvq-int4", "kvq-fp8"])
-def test_two_adapters_and_none_in_one_batch(llama: Path, name: str, tmp_path: Path) -> None:
-    """The same prompts for all three: a page that another one filled would be the wrong one."""
+@pytest.mark.parametrize(("name", "tipped"), [("kvq-int4", 0), ("kvq-fp8", 4)])
+def test_two_adapters_and_none_in_one_batch(
+    llama: Path, name: str, tipped: int, tmp_path: Path
+) -> None:
+    """The same prompts for all three: a page that another one filled would be the wrong one.
+
+    Merged weights round otherwise than the sum of two products, and fp8 makes much of last bits, so
+    a few of 48 choices may tip; another adapter's all differ.
+    """
     from vllm.lora.request import LoRARequest
 
     (first, first_merged), (second, second_merged) = (adapter(llama, tmp_path, i) for i in (1, 2))
     adapters = [None, LoRARequest("first", 1, str(first)), LoRARequest("second", 2, str(second))]
+    dense = [DenseModel(model, format_of(name)) for model in (llama, first_merged, second_merged)]
     inputs = [prompt for prompt in prompts()[-3:] for _ in adapters]
-    with start(llama, name, enable_lora=True, max_loras=2, max_lora_rank=8) as llm:
+    # vLLM's CPU kernels give requests without an adapter the last slot's, so one stays empty.
+    slots = len(adapters)
+    with start(llama, name, enable_lora=True, max_loras=slots, max_lora_rank=8) as llm:
         for _ in range(2):  # the second time with prefix hits
             before = engines.metric(llm, "vllm:prefix_cache_hits")
             tokens = engines.generate(llm, inputs, NEW_TOKENS, lora_request=adapters * 3)
-            for i, model in enumerate((llama, first_merged, second_merged)):
-                assert_of(model, name, tokens[i::3], inputs[i::3])
+            for i in range(3):
+                own, other = (
+                    model.judge(inputs[i::3], tokens[i::3]).mismatches
+                    for model in (dense[i], dense[i - 1])
+                )
+                assert own <= tipped
+                assert other > 24
         hits = engines.metric(llm, "vllm:prefix_cache_hits") - before
     assert hits == sum((len(prompt) - 1) // PAGE * PAGE for prompt in inputs)
-    plain = DenseModel(llama, format_of(name))
-    assert all(plain.judge(inputs[i::3], tokens[i::3]).mismatches > 0 for i in (1, 2))
 
 
 # --- KV connectors -----------------------------------------------------------------------------

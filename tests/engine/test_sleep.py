@@ -11,6 +11,8 @@ from support import engines, models, sleep
 from test_fp8_engines import CALM, checkpoint, start
 from test_models import prompts
 
+from kvq_kernels.dispatch import select_kernels
+
 NEW_TOKENS = 20
 INPUTS = slice(4, 7)  # a token more than a unit, two units, and some more
 BLOCKS = 100
@@ -21,6 +23,19 @@ def scales_of(llm: Any) -> torch.Tensor:
     names = [f"_{x}_scale{copy}" for x in "kv" for copy in ("", "_float", "_cpu")]
     scales = [getattr(x, name) for x in engines.attention_layers(llm).values() for name in names]
     return torch.cat([torch.as_tensor(scale).reshape(-1) for scale in scales])
+
+
+def kernels_with_a_table(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Make kernels keep a table on the device, as Triton's do; return where it will be."""
+    tables: list[torch.Tensor] = []
+
+    def prepare(fmt: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
+        if not tables:
+            tables.append(torch.arange(4.0).to(device, copy=True))
+        return tuple(tables)
+
+    monkeypatch.setattr(select_kernels(torch.device("cpu")), "prepare", prepare)
+    return tables
 
 
 @pytest.mark.parametrize(
@@ -45,6 +60,7 @@ def test_sleep_and_wake(
     if strategy is not None:
         model = checkpoint(model, tmp_path / "scaled", strategy)
     allocator = sleep.make_possible(monkeypatch)
+    tables = kernels_with_a_table(monkeypatch)
     inputs = prompts()[INPUTS]
     with start(
         model, name, kvq=options, enable_prefix_caching=True, num_gpu_blocks_override=BLOCKS
@@ -67,4 +83,6 @@ def test_sleep_and_wake(
         llm.collective_rpc("reload_weights")
         llm.reset_prefix_cache()
         assert torch.equal(scales_of(llm), scales)
+        assert len(tables) == (name == "kvq-int4")
+        assert all(table.tolist() == [0, 1, 2, 3] for table in tables)
         assert engines.generate(llm, inputs, NEW_TOKENS) == tokens

@@ -37,6 +37,10 @@ NAMES = [
     "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
     "vllm.model_executor.layers.quantization.kv_cache:is_quantized_kv_cache",
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.bind_kv_cache",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:"
+    "GroupOffloadConfig.sliding_window_size_in_chunks",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:"
+    "SchedulerOffloadConfig.kv_group_configs",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector:"
     "OffloadingConnector._max_loadable_tokens",
     "vllm.envs:VLLM_USE_SIMPLE_KV_OFFLOAD",
@@ -162,12 +166,6 @@ FIELDS = {
         "kv_connector",
         "kv_connector_extra_config",
         "kv_connector_module_path",
-    ],
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:GroupOffloadConfig": [
-        "sliding_window_size_in_chunks"
-    ],
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:SchedulerOffloadConfig": [
-        "kv_group_configs"
     ],
     "vllm.logprobs:FlatLogprobs": ["token_ids", "logprobs", "ranks"],
     "vllm.config:ParallelConfig": [

@@ -151,11 +151,12 @@ def test_the_builder_reads_nothing_either(fake: FakeTensorMode) -> None:
 def test_what_kernels_keep_is_made_when_weights_are_loaded(
     launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that is captured into a CUDA graph must not create it."""
+    """A step that is captured into a CUDA graph must not create it; sleep mode saves buffers."""
     impl: Any = KVQImpl.__new__(KVQImpl)
     impl.fmt, impl.params = Format.create("kvq-int4", HEAD_SIZE), AttentionParams(scale=0.1)
     impl.kv_cache_dtype, impl.sinks, impl.alibi_slopes = "kvq-int4", None, None
-    layer = SimpleNamespace(impl=impl, _k_scale=torch.ones(()))
+    layer: Any = torch.nn.Module()
+    layer.impl, layer._k_scale = impl, torch.ones(())
     layers = {"layer": layer, "layer" + LAYER_SUFFIX: None}
     compilation = SimpleNamespace(static_forward_context=layers)
     impl.vllm_config = SimpleNamespace(compilation_config=compilation)
@@ -165,6 +166,9 @@ def test_what_kernels_keep_is_made_when_weights_are_loaded(
     impl.process_weights_after_loading(torch.bfloat16)
     made = blocks.rotation.cache_info().misses
     assert made == 1
+    buffers = list(layer.buffers())
+    for table in blocks.rotation(HEAD_SIZE, torch.device("cpu")):
+        assert any(table is buffer for buffer in buffers)
 
     forward("kvq-int4", 5, 2, impl.params, monkeypatch)
     assert "_prefill_kernel" in launches

@@ -2,8 +2,8 @@
 
     python interpreted_engine.py V1|V2 MODEL
 
-Prints a JSON object: format to kernels to tokens; the Triton kernels also after sleep. A program of
-its own, because Triton decides at import whether it interprets, and vLLM whether it has Triton.
+Prints a JSON object: format to kernels to tokens. A program of its own, because Triton decides at
+import whether it interprets, and vLLM whether it has Triton.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from types import SimpleNamespace
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import pytest
-
 from kvq_kernels import SCHEMES, reference
-from support import engines, sleep
+from support import engines
 from support.models import TINY_VOCABULARY
 
 KERNELS = "triton"
@@ -54,7 +52,7 @@ def prompts() -> list[list[int]]:
 
 
 def generate(name: str, runner: str, model: str) -> dict[str, list[list[int]]]:
-    """Tokens with the Triton kernels, again after sleep, then with the reference kernels."""
+    """Tokens with the Triton kernels, then with the reference in the same engine."""
     with engines.engine(
         model,
         kv_cache_dtype=name,
@@ -68,22 +66,17 @@ def generate(name: str, runner: str, model: str) -> dict[str, list[list[int]]]:
         tokens = {}
         layers = worker.model_runner.compilation_config.static_forward_context.values()
         impls = [layer.impl for layer in layers if hasattr(layer, "impl")]
-        assert impls[0].kernels.__name__ == f"kvq_kernels.{KERNELS}"
-        tokens[KERNELS] = engines.generate(llm, prompts(), NEW_TOKENS)
-        llm.sleep(level=2)
-        llm.wake_up()
-        llm.collective_rpc("reload_weights")
-        tokens[f"{KERNELS} after sleep"] = engines.generate(llm, prompts(), NEW_TOKENS)
-        for impl in impls:
-            impl.kernels = reference
-        tokens["reference"] = engines.generate(llm, prompts(), NEW_TOKENS)
+        for kernels in (KERNELS, "reference"):
+            assert impls[0].kernels.__name__ == f"kvq_kernels.{kernels}"
+            tokens[kernels] = engines.generate(llm, prompts(), NEW_TOKENS)
+            for impl in impls:
+                impl.kernels = reference
         return tokens
 
 
 def main(runner: str, model: str) -> None:
     os.environ["KVQ_KERNELS"] = KERNELS
     use_runner(runner)
-    sleep.make_possible(pytest.MonkeyPatch())
     print(json.dumps({name: generate(name, runner, model) for name in SCHEMES}))
 
 
