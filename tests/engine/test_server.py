@@ -78,7 +78,6 @@ def test_a_killed_process_ends_the_server_as_with_auto(
     status, _ = endings["kvq-int4"]
     assert status == 500
     assert len(set(endings.values())) == 1, endings
-    print(endings)
 
 
 def _killed_while_answering(server: Server, model: str, victim: str) -> int:
