@@ -40,7 +40,7 @@ lint: setup ## ruff and mypy
 	$(VENV_PYTHON) -m mypy
 
 # One thread for tests: engines and servers that run side by side would fight for the cores.
-test test-fast test-triton test-triton-oldest test-engine test-ray test-vllm-next soak sanitize: export OMP_NUM_THREADS := 1
+test test-fast test-triton test-triton-oldest test-engine test-vllm-next soak sanitize: export OMP_NUM_THREADS := 1
 
 .PHONY: test
 test: lint test-fast test-triton test-triton-oldest test-engine ## lint, then every test
@@ -65,14 +65,6 @@ test-triton-oldest: setup ## the same in the oldest supported Triton
 .PHONY: test-engine
 test-engine: setup ## the tests that start a vLLM engine
 	$(PYTEST) $(PARALLEL) -m engine $(ARGS)
-
-# What vLLM's Ray executor needs beyond what vLLM brings.
-RAY := ray==2.60.0 msgpack==1.2.4
-.PHONY: test-ray
-test-ray: setup ## vLLM's Ray executor with two workers; Ray comes in an overlay
-	test -d .venv-ray || { $(VENV_PYTHON) -m pip install --quiet --no-deps \
-		--target .venv-ray.unfinished $(RAY) && mv .venv-ray.unfinished .venv-ray; }
-	PYTHONPATH=$(CURDIR)/.venv-ray:$(CURDIR)/tests:$(CURDIR) $(PYTEST) tests/ray $(ARGS)
 
 .PHONY: soak
 soak: setup ## load a server for MINUTES (5), then look for what it left behind
@@ -123,6 +115,6 @@ example-fp8: setup ## calibrate fp8 scales with llm-compressor, and serve with t
 
 .PHONY: clean
 clean: ## remove environments, caches and build results
-	rm -rf .venv .venv-next .venv-ray .venv-ray.unfinished .venv-triton .venv-example build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-next .venv-triton .venv-example build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -rf kernels/*.egg-info src/*.egg-info *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
