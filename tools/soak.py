@@ -43,7 +43,7 @@ from support.servers import VLLM, Server, serve
 UNIT_SIZE = 64
 MAX_MODEL_LEN = 1024
 MAX_SEQS = 24
-NUM_BLOCKS = 200
+NUM_BLOCKS = 100
 """Enough for one request of full length, and for about a third of `MAX_SEQS`."""
 WARM_UP = 0.4
 """Share of the time after which memory must be flat."""
@@ -239,7 +239,7 @@ def bench(server: Server, tokenizer: Path, until: float) -> Counter[str]:
                 "random-input-len": 200,
                 "random-output-len": 60,
                 "random-range-ratio": 0.9,
-                "num-prompts": 300,
+                "num-prompts": 150,
                 "max-concurrency": BENCH_CONCURRENCY,
                 "seed": total["rounds"],
                 "result-dir": folder,

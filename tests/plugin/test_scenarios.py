@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from benchmarks import capacity
 from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, cpu, reference
 from kvq_vllm import plugin, scales
 from kvq_vllm.backend import ResidualBackend, backend_for
-from kvq_vllm.config import KVQConfigError, dtype_names
 from kvq_vllm.planning.engine import cache_config
 from kvq_vllm.residual import residual_spec
 
@@ -193,49 +191,6 @@ def test_vllms_copies_of_a_scale_agree_with_it() -> None:
         assert (layer._k_scale_cpu.max().item(), layer._v_scale_cpu.max().item()) == (0.5, 2.0)
     finally:
         scales._set_scales(layer, *before)
-
-
-# --- refusals --------------------------------------------------------------------------------
-
-UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "MLA": {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "kv_lora_rank": 64,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-    },
-    "encoder-only": {"architectures": ["BertModel"], "model_type": "bert"},
-    "shared layers": {
-        "architectures": ["Gemma3nForCausalLM"],
-        "model_type": "gemma3n_text",
-        "num_kv_shared_layers": 2,
-    },
-    "head size 72": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 72},
-}
-
-
-@pytest.mark.parametrize("model", UNSUPPORTED)
-@pytest.mark.parametrize("name", dtype_names())
-def test_every_format_refuses_what_it_cannot_serve_early(
-    name: str, model: str, tmp_path: Path
-) -> None:
-    """vLLM 42587: the command line accepts, the engine crashes."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    sizes = {
-        "hidden_size": 128,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "vocab_size": 512,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(sizes | UNSUPPORTED[model]))
-    arguments = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, kv_cache_dtype=name)
-    with pytest.raises(KVQConfigError, match=f"--kv-cache-dtype {name} .*--kv-cache-dtype auto"):
-        arguments.create_engine_config()
 
 
 def one_layer(cache_dtype: str) -> OneLayer:
