@@ -115,7 +115,7 @@ def test_half_precision_models(name: str, dtype: torch.dtype) -> None:
     fmt = Format.create(name, 64)
     params = AttentionParams(scale=0.125)
     sequence = random_sequence(300, 4, 2, 64, dtype)
-    cache = PagedCache(fmt, 1, 2, 300, block_size=128, dtype=dtype)
+    cache = PagedCache(fmt, 1, 2, 300, block_size=fmt.unit_size, dtype=dtype)
     out = _run_schedule(cache, sequence, [130, 1, 169], params)
     # The arithmetic is fp32; what is left is rounding the output to its dtype.
     expected = attend_by_the_rule(sequence, fmt, params).to(dtype)
