@@ -70,6 +70,14 @@ fuzz: setup ## random schedules against the oracle; MINUTES=10 by default
 test-engine: setup ## the tests that start a vLLM engine
 	$(PYTEST) $(PARALLEL) -m engine $(ARGS)
 
+# What vLLM's Ray executor needs beyond what vLLM brings.
+RAY := ray==2.60.0 msgpack==1.2.4
+.PHONY: test-ray
+test-ray: setup ## vLLM's Ray executor with two workers; Ray comes in an overlay
+	test -d .venv-ray || { $(VENV_PYTHON) -m pip install --quiet --no-deps \
+		--target .venv-ray.unfinished $(RAY) && mv .venv-ray.unfinished .venv-ray; }
+	PYTHONPATH=$(CURDIR)/.venv-ray:$(CURDIR)/tests:$(CURDIR) $(PYTEST) tests/ray $(ARGS)
+
 .PHONY: soak
 soak: setup ## load a server for MINUTES (5), then look for what it left behind
 	PYTHONPATH=$(CURDIR)/tests:$(CURDIR) $(VENV_PYTHON) -m tools.soak \
@@ -125,6 +133,6 @@ example-fp8: setup ## calibrate fp8 scales with llm-compressor, and serve with t
 
 .PHONY: clean
 clean: ## remove environments, caches and build results
-	rm -rf .venv .venv-next .venv-triton .venv-example build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-next .venv-ray .venv-ray.unfinished .venv-triton .venv-example build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -rf kernels/*.egg-info src/*.egg-info *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
