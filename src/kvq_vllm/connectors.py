@@ -13,12 +13,12 @@ earlier.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from kvq_kernels.fp8 import is_fp8
 from kvq_vllm.config import is_kvq
+from kvq_vllm.wrapping import wrap_once
 
 OFFLOADING = "OffloadingConnector"
 EXAMPLE = "ExampleConnector"
@@ -64,12 +64,11 @@ def bound_hits() -> None:
         OffloadingConnector,
     )
 
-    original: Callable[..., int | None] = OffloadingConnector._max_loadable_tokens
-    if getattr(original, "_kvq", False):
-        return
+    wrap_once(OffloadingConnector, "_max_loadable_tokens", _down_to_a_page)
 
-    @functools.wraps(original)
-    def _max_loadable_tokens(self: Any, request: Any, num_computed_tokens: int) -> int | None:
+
+def _down_to_a_page(original: Callable[..., int | None]) -> Callable[..., int | None]:
+    def max_loadable_tokens(self: Any, request: Any, num_computed_tokens: int) -> int | None:
         bound = original(self, request, num_computed_tokens)
         cache_config = self._vllm_config.cache_config
         if not has_ring(cache_config.cache_dtype):
@@ -82,5 +81,4 @@ def bound_hits() -> None:
         usable = max(0, usable)
         return usable if bound is None else min(bound, usable)
 
-    _max_loadable_tokens._kvq = True  # type: ignore[attr-defined]
-    OffloadingConnector._max_loadable_tokens = _max_loadable_tokens
+    return max_loadable_tokens
