@@ -387,25 +387,16 @@ def test_key_biases_and_outlier_channels(tmp_path: Path) -> None:
 # --- quantised weights -------------------------------------------------------------------------
 
 
-def has_int4_products() -> bool:
-    """Whether the compiled code has what this vLLM's Python code calls for int4 weights."""
-    import vllm._custom_ops
-    from packaging.version import Version
-
-    old = Version(vllm.__version__) < Version("0.33")
-    return old or hasattr(torch.ops._C, "cpu_gemm_wna16")
-
-
 @pytest.mark.parametrize("weights", ["int4", "fp8"])
 @pytest.mark.parametrize("name", [*SCHEMES, "kvq-fp8", E5M2])
 def test_quantised_weights_with_every_format(
     llama: Path, tmp_path: Path, weights: str, name: str
 ) -> None:
-    if weights == "int4" and not has_int4_products():
-        pytest.skip("the overlay of `make test-vllm-next` has 0.32's compiled code")
     make = checkpoints.with_int4_weights if weights == "int4" else checkpoints.with_fp8_weights
     model = make(llama, tmp_path / "model")
     with start(model, name, dtype="bfloat16") as llm:
+        if weights == "int4" and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+            pytest.skip("it loads; vLLM's CPU build has no products of int4 weights here")
         tokens = engines.generate(llm, prompts()[:2], 4)
         assert all(map(len, tokens))
         if is_fp8(name):

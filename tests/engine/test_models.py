@@ -81,11 +81,12 @@ def test_sliding_windows_preempted(gemma3: Path) -> None:
         kv_cache_dtype="kvq-int4",
         skip_tokenizer_init=True,
         max_model_len=512,
+        additional_config={"kvq": {"unit_size": 128}},
         num_gpu_blocks_override=4 * pages_and_ring + 4,
     ) as llm:
         tokens = engines.generate(llm, inputs, NEW_TOKENS)
         assert engines.metric(llm, "vllm:num_preemptions") > 0
-    reference = DenseModel(gemma3, Format.create("kvq-int4", 64))
+    reference = DenseModel(gemma3, Format.create("kvq-int4", 64, 128))
     assert reference.judge(inputs, tokens).mismatches == 0
 
 
