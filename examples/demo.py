@@ -20,11 +20,16 @@ from typing import Any
 
 CACHE_DTYPES = ("auto", "kvq-int8", "kvq-k8v4", "kvq-int4")
 QUESTIONS = (
-    "What is the capital of France?",
+    "Which city is the capital of Japan?",
     "Name the four seasons of the year.",
 )
 # Something to look up far enough back that it is read from the quantised cache.
-FILLER = " ".join(["The garden has many flowers and the weather was mild all week."] * 12)
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+WEATHER = ("mild", "warm", "dry", "cool", "bright", "calm", "fair")
+FILLER = " ".join(
+    f"On {day} the garden was full of flowers, and the weather stayed {weather} until the evening."
+    for day, weather in zip(DAYS * 2, WEATHER * 2, strict=True)
+)
 QUESTIONS += (
     f"The train to Berlin leaves at platform 7. {FILLER} "
     "From which platform does the train to Berlin leave?",
@@ -75,7 +80,7 @@ def ask_in_own_process(model: str, cache_dtype: str) -> dict[str, Any]:
 
 def show(results: dict[str, dict[str, Any]]) -> None:
     for number, question in enumerate(QUESTIONS):
-        print("\n" + question.replace(FILLER, "(12 sentences about a garden)"))
+        print("\n" + question.replace(FILLER, "(14 sentences about a garden)"))
         for cache_dtype, result in results.items():
             answer = " ".join(result["answers"][number].split())
             print(
@@ -91,7 +96,7 @@ def show(results: dict[str, dict[str, Any]]) -> None:
     for cache_dtype, result in results.items():
         gain = result["tokens"] / results["auto"]["tokens"]
         print(f"  {cache_dtype:12} {result['tokens']:9,} {result['requests']:17.1f} {gain:5.2f}x")
-    print("  (Larger heads and longer contexts gain more: up to 3.6x, see docs/performance.md.)")
+    print("  (Larger heads and longer contexts gain more: up to 3.7x, see docs/performance.md.)")
 
 
 def default_model() -> str:

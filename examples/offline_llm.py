@@ -8,7 +8,7 @@ import sys
 
 from vllm import LLM, SamplingParams
 
-QUESTIONS = ("What is the capital of France?", "Name the four seasons of the year.")
+QUESTIONS = ("Which city is the capital of Japan?", "Name the four seasons of the year.")
 
 
 def main(model: str, cache_dtype: str = "kvq-int8") -> None:

@@ -62,7 +62,7 @@ def main(model: str, cache_dtype: str = "kvq-int8") -> None:
         client = OpenAI(base_url=url, api_key="none")
         stream = client.chat.completions.create(
             model="example",
-            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            messages=[{"role": "user", "content": "Which city is the capital of Japan?"}],
             temperature=0,
             max_tokens=40,
             stream=True,

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from support import checkpoints, engines, models, offloading
 from support.dense import DenseModel
 from support.fp8 import E5M2, Fp8Layer, at_scale_one
+from support.model_matrix import FORMATS
 from test_fp8_engines import CALM, checkpoint
-from test_models import NAMES
 
 from kvq_kernels import Format
 from kvq_kernels.formats import ring_block_size
@@ -69,7 +69,7 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.tiny_gemma3(tmp_path_factory.mktemp("gemma3"), initializer_range=CALM)
 
 
-@pytest.mark.parametrize("name", [*NAMES, E5M2])
+@pytest.mark.parametrize("name", [*FORMATS, E5M2])
 def test_prefix_cache_with_resets(llama: Path, name: str) -> None:
     def hits() -> int:
         return engines.metric(llm, "vllm:prefix_cache_hits")
@@ -181,7 +181,7 @@ def test_two_adapters_and_none_in_one_batch(
 
 @pytest.mark.parametrize(
     ("name", "model"),
-    [(name, "llama") for name in NAMES] + [("kvq-int4", "gemma3"), ("kvq-fp8", "gemma3")],
+    [(name, "llama") for name in FORMATS] + [("kvq-int4", "gemma3"), ("kvq-fp8", "gemma3")],
 )
 def test_offloading_to_cpu_memory(
     name: str, model: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

@@ -124,7 +124,7 @@ def test_bench_compares_two_servers(model: Path) -> None:
     result = kvq(
         "bench", model, "--formats", "auto,kvq-int4", "--rounds", "1", "--requests", "4",
         "--concurrency", "2", "--input-tokens", "300", "--output-tokens", "8",
-        "--server-args", "--dtype float32 --enforce-eager", "--json",
+        "--server-args", "--dtype float32 --enforce-eager --max-model-len 2048", "--json",
         VLLM_CPU_KVCACHE_SPACE="1",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr

@@ -179,18 +179,6 @@ def test_without_the_hybrid_cache_manager() -> None:
     assert_same("kvq-int4", prompts(), tokens, plain_tokens("kvq-int4"))
 
 
-@pytest.mark.parametrize("unit_size", [64, 256])
-def test_other_unit_sizes(unit_size: int) -> None:
-    with engines.engine(
-        smollm2(),
-        kv_cache_dtype="kvq-int4",
-        additional_config={"kvq": {"unit_size": unit_size, "key_group_size": 32}},
-    ) as llm:
-        tokens = engines.generate(llm, prompts(), NEW_TOKENS)
-    fmt = Format.create("kvq-int4", 64, unit_size, 32)
-    assert DenseModel(smollm2(), fmt).judge(prompts(), tokens).mismatches == 0
-
-
 def test_pages_of_several_units() -> None:
     tokens = run("kvq-int4", prompts(), block_size=512, enable_prefix_caching=True)
     assert_same("kvq-int4", prompts(), tokens, plain_tokens("kvq-int4"))

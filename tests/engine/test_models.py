@@ -107,6 +107,14 @@ def test_skipping_sliding_window_layers(gemma3: Path) -> None:
     assert mismatches(gemma3, lambda m: None if m.is_sliding else fmt, tokens) == 0
 
 
+@pytest.mark.parametrize("unit_size", [64, 128])
+def test_other_unit_sizes(llama: Path, unit_size: int) -> None:
+    sizes = {"unit_size": unit_size, "key_group_size": 32}
+    tokens = run(llama, "kvq-int4", additional_config={"kvq": sizes})
+    assert mismatches(llama, Format.create("kvq-int4", 64, unit_size, 32), tokens) == 0
+    assert mismatches(llama, Format.create("kvq-int4", 64), tokens) > 0
+
+
 def assert_quantised_up_to_a_tie(llama: Path, tokens: list[list[int]]) -> None:
     """Sums in another order round a key to another code now and then, and may tip one choice."""
     quantised = mismatches(llama, Format.create("kvq-int4", 64), tokens)
