@@ -67,9 +67,11 @@ class Scheme:
 
 
 SCHEMES: Mapping[str, Scheme] = {
-    "kvq-int8": Scheme(8, 8, False, False, default_unit_size=128, key_groups=1),
-    "kvq-k8v4": Scheme(8, 4, False, True, default_unit_size=128, key_groups=1),
-    "kvq-int4": Scheme(4, 4, True, True, default_unit_size=256, key_groups=2),
+    "kvq-int8": Scheme(
+        8, 8, anchor=False, rotate_values=False, default_unit_size=128, key_groups=1
+    ),
+    "kvq-k8v4": Scheme(8, 4, anchor=False, rotate_values=True, default_unit_size=128, key_groups=1),
+    "kvq-int4": Scheme(4, 4, anchor=True, rotate_values=True, default_unit_size=256, key_groups=2),
 }
 """Format name, as in ``--kv-cache-dtype``, to scheme."""
 

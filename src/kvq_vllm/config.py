@@ -140,19 +140,17 @@ class KVQConfig(BaseModel):
         """Return the format of a layer with `head_size`.
 
         Raises:
-            KVQConfigError: an unknown dtype or a head size without kernels.
+            KVQConfigError: an unknown dtype, a head size without kernels, or key groups longer
+                than a unit.
 
         """
         try:
             unit_size = self.unit_size_of(cache_dtype)
-        except ValueError as error:
-            raise _unusable(cache_dtype, error) from None
-        if self.key_group_size is not None and self.key_group_size > unit_size:
-            raise KVQConfigError(
-                f"{OPTION} has key_group_size {self.key_group_size}, above the unit_size "
-                f"{unit_size} of {cache_dtype}: choose a smaller one, or a larger unit_size."
-            )
-        try:
+            if self.key_group_size is not None and self.key_group_size > unit_size:
+                raise KVQConfigError(
+                    f"{OPTION} has key_group_size {self.key_group_size}, above the unit_size "
+                    f"{unit_size} of {cache_dtype}: choose a smaller one, or a larger unit_size."
+                )
             return Format.create(cache_dtype, head_size, unit_size, self.key_group_size)
         except ValueError as error:
             raise _unusable(cache_dtype, error) from None

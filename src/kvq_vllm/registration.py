@@ -6,7 +6,6 @@ Every function may be called any number of times.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import sys
@@ -18,6 +17,7 @@ import torch
 from kvq_kernels.fp8 import is_fp8
 from kvq_vllm.checks import OUR_BACKEND, check_config, refuse_drafter
 from kvq_vllm.config import OPTION, KVQConfig, KVQConfigError, dtype_names, is_kvq
+from kvq_vllm.wrapping import wrap_once
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's logger, which prints it
 
@@ -111,7 +111,7 @@ def register_routing() -> None:
 
         return get_attn_backend_cls
 
-    _wrap_classmethod(type(current_platform), "get_attn_backend_cls", route)
+    wrap_once(type(current_platform), "get_attn_backend_cls", route)
 
 
 def register_config_check() -> None:
@@ -134,7 +134,7 @@ def register_config_check() -> None:
 
         return check_and_update_config
 
-    _wrap_classmethod(type(current_platform), "check_and_update_config", check)
+    wrap_once(type(current_platform), "check_and_update_config", check)
 
 
 def _drafter_dtype(vllm_config: Any) -> str | None:
@@ -165,19 +165,16 @@ def refuse_dtypes(reason: str) -> None:
 
     if is_kvq(_command_line_dtype(sys.argv)):
         raise KVQConfigError(reason)
-    config_class = vllm.config.CacheConfig
-    original = config_class.__init__
-    if getattr(original, "_kvq", False):
-        return
 
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if is_kvq(kwargs.get("cache_dtype")):
-            raise KVQConfigError(reason)
-        original(self, *args, **kwargs)
+    def refusing(original: Callable[..., None]) -> Callable[..., None]:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            if is_kvq(kwargs.get("cache_dtype")):
+                raise KVQConfigError(reason)
+            original(self, *args, **kwargs)
 
-    init._kvq = True  # type: ignore[attr-defined]
-    config_class.__init__ = init
+        return init
+
+    wrap_once(vllm.config.CacheConfig, "__init__", refusing)
 
 
 def _command_line_dtype(arguments: Sequence[str]) -> str | None:
@@ -187,13 +184,3 @@ def _command_line_dtype(arguments: Sequence[str]) -> str | None:
         if option.replace("_", "-") == "--kv-cache-dtype":
             return value if equals else following
     return None
-
-
-def _wrap_classmethod(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace a classmethod by ``wrap(its function)``, once."""
-    function = getattr(owner, name).__func__
-    if getattr(function, "_kvq", False):
-        return
-    wrapped = functools.update_wrapper(wrap(function), function)
-    wrapped._kvq = True  # type: ignore[attr-defined]
-    setattr(owner, name, classmethod(wrapped))

@@ -8,10 +8,11 @@ from typing import Any
 
 
 def wrap_once(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace a function of a module or class by ``wrap(function)``, however often it is asked."""
-    function = getattr(owner, name)
+    """Replace a function, method or classmethod by ``wrap(function)``, once however often asked."""
+    found = getattr(owner, name)
+    function = getattr(found, "__func__", found)  # of a classmethod
     if getattr(function, "_kvq", False):
         return
     wrapped = functools.update_wrapper(wrap(function), function)
     wrapped._kvq = True  # type: ignore[attr-defined]
-    setattr(owner, name, wrapped)
+    setattr(owner, name, wrapped if function is found else classmethod(wrapped))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from support import engines, models
 from support.dense import DenseModel
-from support.servers import VLLM, serve
+from support.servers import VLLM, Server, serve
 
 from kvq_kernels import Format
 
@@ -74,7 +73,7 @@ def test_data_parallel(tmp_path: Path, two_workers: None) -> None:
     inputs = prompts(vocabulary=40000)
     with serve([*VLLM, str(model), *options], tmp_path / "server.log") as server:
         with ThreadPoolExecutor(len(inputs)) as pool:
-            tokens = list(pool.map(lambda p: complete(server.url, str(model), p), inputs))
+            tokens = list(pool.map(lambda p: complete(server, str(model), p), inputs))
         answered = [
             server.metric("vllm:request_success_total", f'engine="{engine}"') for engine in (0, 1)
         ]
@@ -85,7 +84,7 @@ def test_data_parallel(tmp_path: Path, two_workers: None) -> None:
     assert unquantised > 0
 
 
-def complete(url: str, model: str, prompt: list[int]) -> list[int]:
+def complete(server: Server, model: str, prompt: list[int]) -> list[int]:
     """Ask a server for a greedy continuation; return its tokens."""
     request = {
         "model": model,
@@ -95,11 +94,5 @@ def complete(url: str, model: str, prompt: list[int]) -> list[int]:
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    post = urllib.request.Request(
-        f"{url}/v1/completions",
-        json.dumps(request).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(post, timeout=120) as response:
-        answer: Any = json.loads(response.read())
+    answer: Any = json.loads(server.post("/v1/completions", request))
     return list(answer["choices"][0]["token_ids"])

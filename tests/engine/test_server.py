@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ MODULE = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model",
 OPTIONS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
 
 
-def chat(url: str, stream: bool) -> str:
+def chat(server: Server, stream: bool) -> str:
     """Ask for a chat completion; return its text."""
     request = {
         "model": "smollm2",
@@ -31,13 +30,7 @@ def chat(url: str, stream: bool) -> str:
         "max_tokens": 20,
         "stream": stream,
     }
-    post = urllib.request.Request(
-        f"{url}/v1/chat/completions",
-        json.dumps(request).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(post, timeout=120) as response:
-        body = response.read().decode()
+    body = server.post("/v1/chat/completions", request)
     if not stream:
         answer: Any = json.loads(body)["choices"][0]["message"]["content"]
         return str(answer)
@@ -52,7 +45,7 @@ def test_chat_completion(command: list[str], tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     options = ["--kv-cache-dtype", "kvq-int4", "--served-model-name", "smollm2"]
     with serve([*command, *OPTIONS, *options], log) as server:
-        answers = [chat(server.url, stream) for stream in (False, True)]
+        answers = [chat(server, stream) for stream in (False, True)]
     assert "Tokyo" in answers[0]
     assert answers[1] == answers[0]
     assert "kvq-int4" in log.read_text()
@@ -83,13 +76,8 @@ def test_a_killed_process_ends_the_server_as_with_auto(
 def _killed_while_answering(server: Server, model: str, victim: str) -> int:
     """Kill a process of the server's with SIGKILL; return the status of the request it is at."""
     request = {"model": model, "prompt": [5, 6, 7], "max_tokens": 1000, "ignore_eos": True}
-    post = urllib.request.Request(
-        f"{server.url}/v1/completions",
-        json.dumps(request).encode(),
-        {"Content-Type": "application/json"},
-    )
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(urllib.request.urlopen, post, timeout=120)
+        answer = pool.submit(server.post, "/v1/completions", request)
         while not server.metric("vllm:num_requests_running"):
             assert not answer.done()
         (process,) = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 VLLM = [str(Path(sys.executable).parent / "vllm"), "serve"]
 STARTUP_SECONDS = 240
@@ -35,6 +37,14 @@ class Server:
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(f"{self.url}{path}", timeout=10) as response:
+            return str(response.read().decode())
+
+    def post(self, path: str, request: Mapping[str, Any]) -> str:
+        """Return the answer to a request in JSON; raises ``HTTPError`` for a bad status."""
+        post = urllib.request.Request(
+            f"{self.url}{path}", json.dumps(request).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(post, timeout=120) as response:
             return str(response.read().decode())
 
     def metric(self, name: str, label: str = "") -> float:

@@ -20,7 +20,7 @@ from kvq_vllm.evaluation.files import RunFolder, write_json
 from kvq_vllm.evaluation.results import Evaluation, evaluation_of
 from kvq_vllm.evaluation.settings import BASELINE, Settings, Size
 from kvq_vllm.evaluation.tasks import Tokenizer, build_prompts
-from kvq_vllm.reading import read_json
+from kvq_vllm.reading import read_config
 
 IN_TREE = {"cpu": ("fp8",)}
 """vLLM's own quantised formats that are measured by default, by platform."""
@@ -131,11 +131,7 @@ def _in_tree() -> tuple[str, ...]:
 
 def _fit_to_model(settings: Settings) -> Settings:
     """Limit the prompts to what the model can hold."""
-    path = settings.model / "config.json"
-    try:
-        config = read_json(path)
-    except (OSError, ValueError) as error:
-        raise KVQError(f"{path} cannot be read ({error}): give a valid config.json.") from None
+    config = read_config(settings.model / "config.json")
     limits = [
         part.get("max_position_embeddings")
         for part in (config, config.get("text_config"))

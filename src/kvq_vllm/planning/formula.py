@@ -176,8 +176,7 @@ def supports(shape: ModelShape, fmt: CacheFormat, config: KVQConfig) -> str | No
             if is_fp8(fmt.name):
                 Fp8Format(fmt.name, layer.head_size)
                 continue
-            unit_size = config.unit_size_of(fmt.name)
-            Format.create(fmt.name, layer.head_size, unit_size, config.key_group_size)
+            Format.create(fmt.name, layer.head_size, config.unit_size, config.key_group_size)
         except ValueError as error:
             return str(error).rstrip(".")
     return None

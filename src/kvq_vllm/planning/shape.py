@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq_vllm.errors import KVQError
-from kvq_vllm.reading import read_json
+from kvq_vllm.reading import read_config, read_json
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -114,12 +114,7 @@ def read_model(model: str | Path) -> ModelShape:
 
     """
     path = _find_config(str(model))
-    try:
-        config = read_json(path)
-    except (OSError, ValueError) as error:
-        raise KVQError(f"{path} cannot be read ({error}): give a valid config.json.") from None
-    if not isinstance(config, dict):
-        raise KVQError(f"{path} does not hold a model's configuration: give a valid config.json.")
+    config = read_config(path)
     name = path.resolve().parent.name if Path(model).expanduser().exists() else str(model)
     try:
         return _shape(name, path, config)
