@@ -12,14 +12,16 @@ Record, in bytes (D = head size, U = unit size, g = key group size, bk/bv = key/
              V codes   D * g * bv / 8   8 bit: [D][g] (transposed)
                                         4 bit: [D][g/2], byte t = code[t] | code[t + g/2] << 4
              K meta    D * 4            per channel: fp16 scale, fp16 zero
+             K cuts    g / 32 * D       [g/32][D], byte = low | high << 4; 4-bit keys only
              V meta    g * 4            per token:   fp16 scale, fp16 zero
     anchor   codes     D                8-bit codes of the key of the sequence's first token
              meta      4                fp16 scale, fp16 zero
              flag      1                1 in unit 0 of a sequence, else 0
     padding  up to a multiple of U bytes, because vLLM counts cache bytes per token
 
-Every section starts at a multiple of 16 bytes. A value is ``code * scale + zero``.
-Formats with 8-bit keys have no anchor.
+Every section starts at a multiple of 16 bytes. A value is ``code * scale + zero``; of 4-bit keys
+the cuts narrow scale and zero for every 32 tokens, see :func:`kvq_kernels.reference.cut_meta`.
+Formats with 8-bit keys have no anchor and no cuts.
 """
 
 from __future__ import annotations
@@ -42,6 +44,12 @@ UNIT_SIZES = (64, 128, 256)
 MIN_KEY_GROUP_SIZE = 32
 SECTION_ALIGNMENT = 16
 _META_BYTES = 4  # fp16 scale, fp16 zero
+CUT_TOKENS = 32
+"""Tokens of a key group that share one cut of its range."""
+CUT_STEPS = 32
+"""A cut of 1 takes away this part of the range of its key group."""
+MAX_CUT = 15
+"""At either end of the range; 4 bits."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +57,12 @@ class Scheme:
     """What a format name stands for, independent of head size and tuning.
 
     Attributes:
-        key_bits: 4 or 8; keys have one scale and zero per channel per group of tokens.
+        key_bits: 4 or 8; keys have one scale and zero per channel per group of tokens, with 4 bits
+            narrowed for every :data:`CUT_TOKENS` of them.
         value_bits: 4 or 8; values have one scale and zero per token.
         anchor: whether the first token's key is kept apart, in 8 bits.
         rotate_values: whether values are stored rotated by :func:`hadamard`.
         default_unit_size: tokens per unit, where the user chooses none.
-        key_groups: key groups per unit, where the user chooses none.
 
     """
 
@@ -63,15 +71,12 @@ class Scheme:
     anchor: bool
     rotate_values: bool
     default_unit_size: int
-    key_groups: int
 
 
 SCHEMES: Mapping[str, Scheme] = {
-    "kvq-int8": Scheme(
-        8, 8, anchor=False, rotate_values=False, default_unit_size=128, key_groups=1
-    ),
-    "kvq-k8v4": Scheme(8, 4, anchor=False, rotate_values=True, default_unit_size=128, key_groups=1),
-    "kvq-int4": Scheme(4, 4, anchor=True, rotate_values=True, default_unit_size=256, key_groups=2),
+    "kvq-int8": Scheme(8, 8, anchor=False, rotate_values=False, default_unit_size=128),
+    "kvq-k8v4": Scheme(8, 4, anchor=False, rotate_values=True, default_unit_size=128),
+    "kvq-int4": Scheme(4, 4, anchor=True, rotate_values=True, default_unit_size=256),
 }
 """Format name, as in ``--kv-cache-dtype``, to scheme."""
 
@@ -147,18 +152,15 @@ class Format:
             name: a key of :data:`SCHEMES`.
             head_size: channels per head.
             unit_size: tokens per unit; None takes the scheme's default.
-            key_group_size: tokens per key scale; None divides the unit into the scheme's groups.
+            key_group_size: tokens per key scale; None is the whole unit.
 
         Raises:
             ValueError: as :class:`Format`.
 
         """
-        scheme = find_scheme(name)
         if unit_size is None:
-            unit_size = scheme.default_unit_size
-        if key_group_size is None:
-            key_group_size = unit_size // scheme.key_groups
-        return cls(name, head_size, unit_size, key_group_size)
+            unit_size = find_scheme(name).default_unit_size
+        return cls(name, head_size, unit_size, key_group_size or unit_size)
 
     @property
     def scheme(self) -> Scheme:
@@ -199,12 +201,21 @@ class Format:
         return self.head_size * _META_BYTES
 
     @property
+    def num_cuts(self) -> int:
+        """Parts of a key group whose range is cut, per channel; 0 where ranges are not."""
+        return self.key_group_size // CUT_TOKENS if self.key_bits == 4 else 0
+
+    @property
+    def key_cuts_bytes(self) -> int:
+        return self.num_cuts * self.head_size
+
+    @property
     def value_meta_bytes(self) -> int:
         return self.key_group_size * _META_BYTES
 
     @property
     def key_codes_offset(self) -> int:
-        """Offset in the blob, as the other three."""
+        """Offset in the blob, as the other four."""
         return 0
 
     @property
@@ -216,8 +227,12 @@ class Format:
         return self.value_codes_offset + self.value_codes_bytes
 
     @property
-    def value_meta_offset(self) -> int:
+    def key_cuts_offset(self) -> int:
         return self.key_meta_offset + self.key_meta_bytes
+
+    @property
+    def value_meta_offset(self) -> int:
+        return self.key_cuts_offset + self.key_cuts_bytes
 
     @property
     def blob_bytes(self) -> int:

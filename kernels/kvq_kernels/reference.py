@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kvq_kernels.formats import Format, hadamard
+from kvq_kernels.formats import CUT_STEPS, CUT_TOKENS, MAX_CUT, Format, hadamard
 from kvq_kernels.interface import AttentionParams, Batch, LayerCache
 
 FP16_MAX = 65504.0
@@ -61,8 +61,8 @@ def pack_records(
         in_range[..., 0, :] &= ~first[..., None]
 
     groups = (fmt.num_blobs, fmt.key_group_size)
-    k_codes, k_meta = _quantise(
-        k.unflatten(-2, groups), in_range.unflatten(-2, groups), fmt.key_bits, dim=-2
+    k_codes, k_meta, k_cuts = _quantise_keys(
+        k.unflatten(-2, groups), in_range.unflatten(-2, groups), fmt
     )
     v_codes, v_meta = _quantise(
         v.unflatten(-2, groups), v_finite.unflatten(-2, groups), fmt.value_bits, dim=-1
@@ -72,6 +72,7 @@ def pack_records(
             _pack_codes(k_codes, fmt.key_bits).flatten(-2),
             _pack_codes(v_codes.mT, fmt.value_bits).flatten(-2),
             _as_bytes(k_meta),
+            k_cuts.flatten(-2),
             _as_bytes(v_meta),
         ],
         dim=-1,
@@ -105,7 +106,8 @@ def unpack_records(records: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, to
     v_codes = section(fmt.value_codes_offset, fmt.value_codes_bytes).unflatten(-1, (d, -1))
     k_meta = _as_meta(section(fmt.key_meta_offset, fmt.key_meta_bytes))
     v_meta = _as_meta(section(fmt.value_meta_offset, fmt.value_meta_bytes))
-    k = _dequantise(_unpack_codes(k_codes, fmt.key_bits), k_meta[..., None, :, :])
+    k_cuts = section(fmt.key_cuts_offset, fmt.key_cuts_bytes).unflatten(-1, (fmt.num_cuts, d))
+    k = _dequantise_keys(_unpack_codes(k_codes, fmt.key_bits), k_meta, k_cuts)
     v = _dequantise(_unpack_codes(v_codes, fmt.value_bits).mT, v_meta[..., :, None, :])
     k, v = k.flatten(-3, -2), v.flatten(-3, -2)
     if fmt.anchor:
@@ -151,27 +153,113 @@ def _finite(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.clamp(-FP16_MAX, FP16_MAX), finite
 
 
+def cut_meta(meta: torch.Tensor, cuts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scale and zero of the parts of 4-bit key groups, whose ranges are cut.
+
+    A key group has one scale and zero per channel, and every 32 tokens of it, a part, two 4-bit
+    numbers: in units of 1/32 of the group's range, what the part leaves out at its low and at its
+    high end. So a part's range is nearly its own, for a quarter of the bytes.
+
+    Args:
+        meta: fp16 scale and zero of groups, ``[..., head_size, 2]``.
+        cuts: uint8 ``[..., num_cuts, head_size]``, low end in the low nibble.
+
+    Returns:
+        scale and zero, fp32 ``[..., num_cuts, head_size]``. All but the addition is exact.
+
+    """
+    low, high = (cuts & 15).float(), (cuts >> 4).float()
+    scale, zero = meta[..., None, :, 0].float(), meta[..., None, :, 1].float()
+    return scale * ((CUT_STEPS - low - high) / CUT_STEPS), zero + scale * (low * 15 / CUT_STEPS)
+
+
+def _quantise_keys(
+    x: torch.Tensor, in_range: torch.Tensor, fmt: Format
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantise key groups, fp32 ``[..., key_group_size, head_size]``.
+
+    The cuts are rounded to nearest: what one clips, at most 1/64 of the group's range, is less
+    than what a finer step brings.
+
+    Returns:
+        codes, uint8, shape of `x`; meta, fp16 ``[..., head_size, 2]``; cuts, uint8
+        ``[..., num_cuts, head_size]``.
+
+    """
+    if not fmt.num_cuts:
+        codes, meta = _quantise(x, in_range, fmt.key_bits, dim=-2)
+        return codes, meta, codes[..., :0, :]
+    levels = 2**fmt.key_bits - 1
+    scale, zero = _choose_meta(x, in_range, levels, dim=-2)
+    inverse = _inverse(scale)
+
+    parts = (fmt.num_cuts, CUT_TOKENS)
+    x, in_range = x.unflatten(-2, parts), in_range.unflatten(-2, parts)
+    lo, hi = _range(x, in_range, dim=-2)
+    zeros, inverses = zero.float()[..., None, :], inverse[..., None, :]
+    low = (lo - zeros) * inverses * (CUT_STEPS / levels)
+    high = (levels - (hi - zeros) * inverses) * (CUT_STEPS / levels)
+    ends = torch.stack([low, high]).round().clamp(0, MAX_CUT).masked_fill(lo > hi, 0)
+    cuts = (ends[0].to(torch.uint8) | ends[1].to(torch.uint8) << 4).squeeze(-2)
+
+    meta = torch.stack([scale, zero], dim=-1).squeeze(-3)
+    part_scale, part_zero = (m.unsqueeze(-2) for m in cut_meta(meta, cuts))
+    codes = _encode(x, part_zero, _inverse(part_scale), levels)
+    return codes.flatten(-3, -2), meta, cuts
+
+
+def _dequantise_keys(codes: torch.Tensor, meta: torch.Tensor, cuts: torch.Tensor) -> torch.Tensor:
+    """Undo :func:`_quantise_keys`; fp32."""
+    if not cuts.shape[-2]:
+        return _dequantise(codes, meta[..., None, :, :])
+    scale, zero = (m.unsqueeze(-2) for m in cut_meta(meta, cuts))
+    return (codes.unflatten(-2, (cuts.shape[-2], -1)).float() * scale + zero).flatten(-3, -2)
+
+
 def _quantise(
     x: torch.Tensor, in_range: torch.Tensor, bits: int, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Asymmetric quantisation of fp32 `x` with one scale and zero along `dim`.
 
-    Scale and zero are rounded to fp16 first and the codes computed with the rounded ones.
     Only elements with `in_range` choose the range; the others saturate.
 
     Returns:
         codes, uint8, shape of `x`; meta, fp16, shape of `x` without `dim`, plus ``[2]``.
 
     """
-    lo = x.masked_fill(~in_range, torch.inf).amin(dim, keepdim=True)
-    hi = x.masked_fill(~in_range, -torch.inf).amax(dim, keepdim=True)
+    levels = 2**bits - 1
+    scale, zero = _choose_meta(x, in_range, levels, dim)
+    codes = _encode(x, zero.float(), _inverse(scale), levels)
+    return codes, torch.stack([scale, zero], dim=-1).squeeze(dim - 1)
+
+
+def _choose_meta(
+    x: torch.Tensor, in_range: torch.Tensor, levels: int, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scale and zero, fp16, that span the elements with `in_range` along `dim`."""
+    lo, hi = _range(x, in_range, dim)
     empty = lo > hi
     lo, hi = lo.masked_fill(empty, 0.0), hi.masked_fill(empty, 0.0)
-    levels = 2**bits - 1
-    scale, zero = ((hi - lo) / levels).half(), lo.half()
-    inverse = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
-    codes = ((x - zero.float()) * inverse).round().clamp(0, levels).to(torch.uint8)
-    return codes, torch.stack([scale, zero], dim=-1).squeeze(dim - 1)
+    return ((hi - lo) / levels).half(), lo.half()
+
+
+def _range(x: torch.Tensor, in_range: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the least and greatest element with `in_range`; infinity and -infinity if none is."""
+    lo = x.masked_fill(~in_range, torch.inf).amin(dim, keepdim=True)
+    hi = x.masked_fill(~in_range, -torch.inf).amax(dim, keepdim=True)
+    return lo, hi
+
+
+def _inverse(scale: torch.Tensor) -> torch.Tensor:
+    """Return 1 / scale in fp32, 0 where it is 0: there, every element is the zero."""
+    return torch.where(scale > 0, 1.0 / scale.float(), 0.0)
+
+
+def _encode(
+    x: torch.Tensor, zero: torch.Tensor, inverse: torch.Tensor, levels: int
+) -> torch.Tensor:
+    """Return uint8 codes with the *rounded* scale and zero, so that errors do not add up."""
+    return ((x - zero) * inverse).round().clamp(0, levels).to(torch.uint8)
 
 
 def _dequantise(codes: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:

@@ -25,8 +25,8 @@ def _id(fmt: Format) -> str:
 @pytest.mark.parametrize(
     ("name", "group_size", "expected"),
     [
-        ("kvq-int4", 64, 142),
-        ("kvq-int4", 128, 138),
+        ("kvq-int4", 64, 146),
+        ("kvq-int4", None, 142),
         ("kvq-k8v4", None, 200),
         ("kvq-int8", None, 264),
     ],
@@ -41,6 +41,7 @@ def test_sections_are_aligned_and_adjacent(fmt: Format) -> None:
         (fmt.key_codes_offset, fmt.key_codes_bytes),
         (fmt.value_codes_offset, fmt.value_codes_bytes),
         (fmt.key_meta_offset, fmt.key_meta_bytes),
+        (fmt.key_cuts_offset, fmt.key_cuts_bytes),
         (fmt.value_meta_offset, fmt.value_meta_bytes),
     ]
     end = 0
@@ -62,8 +63,8 @@ def test_default_sizes() -> None:
         fmt = Format.create(*arguments)
         return fmt.unit_size, fmt.key_group_size
 
-    assert sizes("kvq-int4", 64) == (256, 128)
-    assert sizes("kvq-int4", 64, 128) == (128, 64)
+    assert sizes("kvq-int4", 64) == (256, 256)
+    assert sizes("kvq-int4", 64, 128) == (128, 128)
     assert sizes("kvq-int4", 64, None, 64) == (256, 64)
     assert sizes("kvq-int8", 64) == (128, 128)
     assert sizes("kvq-int8", 64, 256) == (256, 256)

@@ -103,9 +103,9 @@ def test_constant_channels_are_exact(fmt: Format) -> None:
 
 def test_a_record_decoded_by_hand() -> None:
     """Read every field of an int4 record by the layout in the docstring of formats.py."""
-    fmt = Format("kvq-int4", head_size=16, unit_size=64, key_group_size=32)
+    fmt = Format("kvq-int4", head_size=16, unit_size=128, key_group_size=64)
     torch.manual_seed(0)
-    key, value = torch.randn(64, 16), torch.randn(64, 16)
+    key, value = torch.randn(128, 16), torch.randn(128, 16)
     raw = pack_records(key, value, fmt, first=True)
     k, v = unpack_records(raw, fmt)
     data = bytes(raw.tolist())
@@ -113,21 +113,31 @@ def test_a_record_decoded_by_hand() -> None:
     def fp16(offset: int) -> float:
         return torch.frombuffer(bytearray(data[offset : offset + 2]), dtype=torch.float16).item()
 
-    blob_bytes = 32 * 8 + 16 * 16 + 16 * 4 + 32 * 4
-    rotated = torch.empty(64, 16)
-    for token in range(64):
-        blob, t = divmod(token, 32)
+    v_codes = 64 * 8
+    k_meta = v_codes + 16 * 32
+    k_cuts = k_meta + 16 * 4
+    v_meta = k_cuts + 2 * 16
+    blob_bytes = v_meta + 64 * 4
+    rotated = torch.empty(128, 16)
+    cuts = set()
+    for token in range(128):
+        blob, t = divmod(token, 64)
         base = blob * blob_bytes
         for channel in range(16):
             byte = data[base + t * 8 + channel % 8]
             code = byte & 15 if channel < 8 else byte >> 4
-            meta = base + 32 * 8 + 16 * 16 + channel * 4
+            scale, zero = (fp16(base + k_meta + channel * 4 + i) for i in (0, 2))
+            cut = data[base + k_cuts + t // 32 * 16 + channel]
+            low, high = cut & 15, cut >> 4
+            cuts.add(cut)
             if token > 0:
-                assert k[token, channel] == code * fp16(meta) + fp16(meta + 2)
-            byte = data[base + 32 * 8 + channel * 16 + t % 16]
-            code = byte & 15 if t < 16 else byte >> 4
-            meta = base + 32 * 8 + 16 * 16 + 16 * 4 + t * 4
+                expected = code * scale * (32 - low - high) / 32 + (zero + scale * low * 15 / 32)
+                assert k[token, channel].item() == pytest.approx(expected, abs=1e-6)
+            byte = data[base + v_codes + channel * 32 + t % 32]
+            code = byte & 15 if t < 32 else byte >> 4
+            meta = base + v_meta + t * 4
             rotated[token, channel] = code * fp16(meta) + fp16(meta + 2)
+    assert len(cuts) > 8
     torch.testing.assert_close(v, rotated @ hadamard(16), atol=1e-6, rtol=0)
     anchor = 2 * blob_bytes
     for channel in range(16):
@@ -135,6 +145,37 @@ def test_a_record_decoded_by_hand() -> None:
         assert k[0, channel] == expected
     assert data[anchor + 20] == 1
     assert not any(data[anchor + 21 :])
+
+
+@pytest.mark.parametrize("group_size", [64, 256])
+def test_an_outlier_costs_only_its_own_32_tokens_their_precision(group_size: int) -> None:
+    fmt = Format("kvq-int4", head_size=64, unit_size=256, key_group_size=group_size)
+    torch.manual_seed(0)
+    key = torch.rand(256, 64) * 2 - 1
+    key[40], key[41] = 8, -8
+    k, _ = unpack_records(pack_records(key, torch.zeros_like(key), fmt), fmt)
+    error = (k - key).abs()
+    step = 16 / 15  # of the range with the outliers
+    assert error[32:64].max() > 0.4 * step
+    error[32:64] = 0
+    # At most 15/32 are cut at either end. Rounded ends may clip 1/64 of the range, 15/64 steps.
+    assert error.max() <= 15 / 64 * step + 0.01
+    assert error[:group_size].mean() < 0.05 * step
+
+
+def test_a_part_without_finite_keys_is_not_cut() -> None:
+    fmt = Format.create("kvq-int4", 64)
+    key, value = _random_unit(fmt)
+    key[32:64] = torch.nan
+    key[64:96] = torch.inf
+    record = pack_records(key, value, fmt)
+    cuts = record[fmt.key_cuts_offset : fmt.value_meta_offset].view(8, 64)
+    assert (cuts[1:3] == 0).all()
+    assert (cuts[3:] > 0).any()
+    k, _ = unpack_records(record, fmt)
+    others = torch.cat([key[:32], key[96:]]).amax(0)
+    torch.testing.assert_close(k[64], others, atol=0.02, rtol=0.001)
+    assert k[32:64, 4:].abs().max() < 0.3  # NaN as if it were 0
 
 
 def test_int8_keys_and_values_are_stored_as_bytes() -> None:
