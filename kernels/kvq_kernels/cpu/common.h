@@ -79,23 +79,34 @@ inline uint16_t float_to_half(float f) {
 
 // --- records: see formats.py --------------------------------------------------------------------
 
+constexpr int64_t kMaxUnit = 256;
+
+constexpr int64_t kCutTokens = 32;
+constexpr float kCutStep = 1.0f / 32;  // a cut of 1, of its key group's range
+constexpr float kMaxCut = 15.0f;
+
 struct Record {
   int64_t head_size, unit_size, group, num_blobs;
+  int64_t part, num_parts;  // tokens with one key scale and zero per channel; parts of a group
   int64_t key_row_bytes, value_row_bytes;  // K codes of a token, V codes of a channel
-  int64_t value_codes, key_meta, value_meta, blob_bytes;     // offsets in a blob; K codes at 0
+  int64_t value_codes, key_meta, key_cuts, value_meta, blob_bytes;  // offsets in a blob; K codes at 0
   int64_t anchor_codes, anchor_meta, anchor_flag, content_bytes;  // offsets in the record
-  bool anchor;
+  bool anchor, has_cuts;
 
   explicit Record(const KvqArgs& a) {
     head_size = a.head_size;
     unit_size = a.unit_size;
     group = a.key_group_size;
     num_blobs = unit_size / group;
+    has_cuts = a.key_bits == 4;
+    part = has_cuts ? kCutTokens : group;
+    num_parts = group / part;
     key_row_bytes = head_size * a.key_bits / 8;
     value_row_bytes = group * a.value_bits / 8;
     value_codes = group * key_row_bytes;
     key_meta = value_codes + head_size * value_row_bytes;
-    value_meta = key_meta + head_size * 4;
+    key_cuts = key_meta + head_size * 4;
+    value_meta = key_cuts + (has_cuts ? num_parts * head_size : 0);
     blob_bytes = value_meta + group * 4;
     anchor_codes = num_blobs * blob_bytes;
     anchor_meta = anchor_codes + head_size;

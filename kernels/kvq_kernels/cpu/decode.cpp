@@ -7,8 +7,8 @@
 // rotates the sealed part back: a second parallel loop would make all threads wait for each other
 // once more, which is what costs most when others use the cores too.
 //
-// Sealed units are never dequantised. Per blob, the key scale is folded into the query, and the
-// product rounded to int16 with one factor per row; the logit is then an integer dot product with
+// Sealed units are never dequantised. Per part of a key group (32 tokens if its range is cut, else
+// the whole group), the key scale is folded into the query, and the product rounded to int16 with one factor per row; the logit is then an integer dot product with
 // the codes, times that factor, plus the dot product of query and zeros. The same for values: the
 // scale of a token is folded into its weight. All sums fit int32: 256 codes of up to 255 times
 // 32767 is less than 2^31.
@@ -132,7 +132,7 @@ struct Task : Rows {
   const Layout key_layout, value_layout;
 
   // `query` is [rows][padded key elements], scaled and in the order of key weights, for the units.
-  float *key_scale, *key_zero;      // [num_blobs][padded key elements]
+  float *key_scale, *key_zero;      // [num_blobs * num_parts][padded key elements]
   float *value_scale, *value_zero;  // [unit_size]
   int16_t* weights;                 // [kRowBlock * the longer of both layouts]
   int32_t* dots;                    // [kRowBlock][max(unit_size, head_size)]
@@ -150,8 +150,8 @@ struct Task : Rows {
   size_t carve(Carver carver) {
     const int64_t u = rec.unit_size;
     query = carver.take<float>(rows * max_of(key_layout.padded(), d));
-    key_scale = carver.take<float>(rec.num_blobs * key_layout.padded());
-    key_zero = carver.take<float>(rec.num_blobs * key_layout.padded());
+    key_scale = carver.take<float>(rec.num_blobs * rec.num_parts * key_layout.padded());
+    key_zero = carver.take<float>(rec.num_blobs * rec.num_parts * key_layout.padded());
     value_scale = carver.take<float>(u);
     value_zero = carver.take<float>(u);
     weights = carver.take<int16_t>(
@@ -179,24 +179,33 @@ struct Task : Rows {
     }
   }
 
-  // Scales and zeros of a unit as floats, keys' in the order of key weights. Vectors may read a
-  // few channels too many; a query that is 0 there keeps them out.
+  // Key scales and zeros of a part as floats, in the order of key weights. Vectors may read a few
+  // channels too many; a query that is 0 there keeps them out.
+  void load_key_meta(const uint8_t* blob, int64_t b, int64_t part) {
+    const int64_t offset = (b * rec.num_parts + part) * key_layout.padded();
+    float *scale = key_scale + offset, *zero = key_zero + offset;
+    const uint8_t *meta = blob + rec.key_meta, *cuts = blob + rec.key_cuts + part * d;
+    VF s, z;
+    for (int64_t chunk = 0; chunk < key_layout.chunks; ++chunk) {
+      for (int64_t half = 0; half < key_layout.halves; ++half) {
+        const int64_t first = key_layout.element(chunk, half);
+        for (int64_t c = first; c < first + kShorts; c += kLanes, scale += kLanes, zero += kLanes) {
+          load_meta(meta + c * 4, s, z);
+          if (rec.has_cuts) cut_meta(load_bytes_as_ints(cuts + c), s, z);
+          store(scale, s);
+          store(zero, z);
+        }
+      }
+    }
+  }
+
+  // Scales and zeros of a unit as floats.
   void load_unit_meta(const uint8_t* record, int64_t next) {
-    float *scale = key_scale, *zero = key_zero;
     VF s, z;
     for (int64_t b = 0; b < rec.num_blobs; ++b) {
       const uint8_t* blob = record + b * rec.blob_bytes;
       prefetch(blob + rec.key_meta + next, rec.blob_bytes - rec.key_meta);
-      for (int64_t chunk = 0; chunk < key_layout.chunks; ++chunk) {
-        for (int64_t half = 0; half < key_layout.halves; ++half) {
-          const uint8_t* meta = blob + rec.key_meta + key_layout.element(chunk, half) * 4;
-          for (int i = 0; i < kShorts; i += kLanes, scale += kLanes, zero += kLanes) {
-            load_meta(meta + i * 4, s, z);
-            store(scale, s);
-            store(zero, z);
-          }
-        }
-      }
+      for (int64_t part = 0; part < rec.num_parts; ++part) load_key_meta(blob, b, part);
       for (int64_t t = 0; t < rec.group; t += kLanes) {
         load_meta(blob + rec.value_meta + t * 4, s, z);
         store(value_scale + b * rec.group + t, s);
@@ -205,11 +214,11 @@ struct Task : Rows {
     }
   }
 
-  // Fold the key scales of a blob into `count` rows of the query, as int16 weights; per row, the
+  // Fold the key scales of a part, numbered within the unit, into `count` rows of the query, as int16 weights; per row, the
   // factor of the integer dot product and the bias to add.
-  void fold_key_scales(int64_t blob, int64_t row, int64_t count, float* factor, float* bias) {
+  void fold_key_scales(int64_t part, int64_t row, int64_t count, float* factor, float* bias) {
     const int64_t padded = key_layout.padded();
-    const float *scale = key_scale + blob * padded, *zero = key_zero + blob * padded;
+    const float *scale = key_scale + part * padded, *zero = key_zero + part * padded;
     for (int64_t r = 0; r < count; ++r) {
       const float* q = query + (row + r) * padded;
       VF largest = {}, dot_zero = {};
@@ -232,16 +241,17 @@ struct Task : Rows {
   // Logits of `count` rows with the tokens of a unit.
   void key_logits(const uint8_t* record, int64_t next, int64_t unit, int64_t row, int64_t count) {
     float factor[kRowBlock], bias[kRowBlock];
-    for (int64_t b = 0; b < rec.num_blobs; ++b) {
-      fold_key_scales(b, row, count, factor, bias);
-      dot_codes(a.key_bits, count,
-                {key_layout, record + b * rec.blob_bytes, rec.group, 1, 0, next}, weights, dots,
-                rec.group);
+    for (int64_t p = 0; p < rec.num_blobs * rec.num_parts; ++p) {
+      const uint8_t* blob = record + p / rec.num_parts * rec.blob_bytes;
+      const uint8_t* codes = blob + p % rec.num_parts * rec.part * rec.key_row_bytes;
+      fold_key_scales(p, row, count, factor, bias);
+      dot_codes(a.key_bits, count, {key_layout, codes, rec.part, 1, 0, next}, weights, dots,
+                rec.part);
       for (int64_t r = 0; r < count; ++r) {
-        float* to = logits + r * rec.unit_size + b * rec.group;
+        float* to = logits + r * rec.unit_size + p * rec.part;
         const VF f = splat(factor[r]), z = splat(bias[r]);
-        for (int64_t t = 0; t < rec.group; t += kLanes) {
-          store(to + t, fma_of(to_float(load<VI>(dots + r * rec.group + t)), f, z));
+        for (int64_t t = 0; t < rec.part; t += kLanes) {
+          store(to + t, fma_of(to_float(load<VI>(dots + r * rec.part + t)), f, z));
         }
       }
     }

@@ -163,13 +163,26 @@ struct Task {
     }
   }
 
+  void load_key_scales(const uint8_t* blob, int64_t part) {
+    const int64_t d = rec.head_size;
+    load_scales(blob + rec.key_meta, d);
+    if (!rec.has_cuts) return;
+    const uint8_t* cuts = blob + rec.key_cuts + part * d;
+    for (int64_t c = 0; c < d; c += kLanes) {
+      VF s = loadf(scale + c), z = loadf(zero + c);
+      cut_meta(load_bytes_as_ints(cuts + c), s, z);
+      store(scale + c, s);
+      store(zero + c, z);
+    }
+  }
+
   void dequantise_unit(int64_t unit) {
     const uint8_t* record = record_at(a, block.request, unit, head);
     const int64_t d = rec.head_size, u = rec.unit_size, g = rec.group;
     for (int64_t b = 0; b < rec.num_blobs; ++b) {
       const uint8_t* blob = record + b * rec.blob_bytes;
-      load_scales(blob + rec.key_meta, d);
       for (int64_t t = 0; t < g; ++t) {
+        if (t % rec.part == 0) load_key_scales(blob, t / rec.part);
         float* to = key + (b * g + t) * d;
         const uint8_t* codes = blob + t * rec.key_row_bytes;
         a.key_bits == 4 ? dequantise_row<4>(to, codes, rec.key_row_bytes)

@@ -82,25 +82,52 @@ void seal_key_row(const float* key, const float* zero, const float* inverse, int
   }
 }
 
-// Keys of one blob, fp32 [group][head_size]. `skip_first` keeps token 0 out of the ranges.
+// Cuts of the range of a key group for one part of it, whose range is known: low end, high end.
+KVQ_INLINE VI cuts_of(const Quantiser& part, const Quantiser& group, float levels) {
+  const VF per_level = splat(1.0f / kCutStep / levels), most = splat(kMaxCut);
+  const VF low = (part.lo - group.zero) * group.inverse * per_level;
+  const VF high = (levels - (part.hi - group.zero) * group.inverse) * per_level;
+  const VI cuts = round_to_int(min_of(most, max_of(VF{}, low))) |
+                  round_to_int(min_of(most, max_of(VF{}, high))) << 4;
+  return cuts & ~(part.lo > part.hi);  // a part without finite keys is not cut
+}
+
+// Keys of one blob, fp32 [group][head_size]. `skip_first` keeps token 0 out of the ranges. `zero`
+// and `inverse` are [num_parts][head_size].
 template <int kBits>
 void seal_keys(const Record& rec, float* key, bool skip_first, float* zero, float* inverse,
                uint8_t* blob) {
   const int64_t d = rec.head_size;
+  const float levels = kBits == 4 ? 15.0f : 255.0f;
   for (int64_t c = 0; c < d; c += kLanes) {
-    Quantiser q;
-    for (int64_t t = 0; t < rec.group; ++t) {
-      const VF raw = loadf(key + t * d + c), x = sanitised(raw);
-      store(key + t * d + c, x);
-      if (t > 0 || !skip_first) Quantiser::extend(q, x, is_finite(raw));
+    Quantiser group, parts[kMaxUnit / kCutTokens];
+    for (int64_t p = 0; p < rec.num_parts; ++p) {
+      for (int64_t t = p * rec.part; t < (p + 1) * rec.part; ++t) {
+        const VF raw = loadf(key + t * d + c), x = sanitised(raw);
+        store(key + t * d + c, x);
+        if (t > 0 || !skip_first) Quantiser::extend(parts[p], x, is_finite(raw));
+      }
+      group.lo = min_of(parts[p].lo, group.lo);
+      group.hi = max_of(parts[p].hi, group.hi);
     }
-    Quantiser::finish(q, kBits == 4 ? 15.0f : 255.0f);
-    store(blob + rec.key_meta + c * 4, q.meta);
-    store(zero + c, q.zero);
-    store(inverse + c, q.inverse);
+    Quantiser::finish(group, levels);
+    store(blob + rec.key_meta + c * 4, group.meta);
+    for (int64_t p = 0; p < rec.num_parts; ++p) {
+      VF part_zero = group.zero, part_inverse = group.inverse;
+      if (kBits == 4) {
+        const VI cuts = cuts_of(parts[p], group, levels);
+        store_as_bytes(blob + rec.key_cuts + p * d + c, cuts, kLanes);
+        VF scale = from_half_bits(group.meta & 0xffff);
+        cut_meta(cuts, scale, part_zero);
+        part_inverse = select(scale > 0.0f, 1.0f / scale, VF{});
+      }
+      store(zero + p * d + c, part_zero);
+      store(inverse + p * d + c, part_inverse);
+    }
   }
   for (int64_t t = 0; t < rec.group; ++t) {
-    seal_key_row<kBits>(key + t * d, zero, inverse, d, blob + t * rec.key_row_bytes);
+    const int64_t part = t / rec.part * d;
+    seal_key_row<kBits>(key + t * d, zero + part, inverse + part, d, blob + t * rec.key_row_bytes);
   }
 }
 
@@ -169,8 +196,8 @@ void seal_unit(const Record& rec, const UnitSource& source) {
   const auto carve = [&](Carver carver) {
     rows = carver.take<float>(u * d + kLanes);  // vectors may read past the last row
     value = carver.take<float>(d * u);
-    zero = carver.take<float>(max_of(d, u) + kLanes);
-    inverse = carver.take<float>(max_of(d, u) + kLanes);
+    zero = carver.take<float>(max_of(rec.num_parts * d, u) + kLanes);
+    inverse = carver.take<float>(max_of(rec.num_parts * d, u) + kLanes);
     return carver.used();
   };
   carve(Carver(kvq_scratch(KVQ_SCRATCH_OWN, carve(Carver(nullptr)))));

@@ -279,6 +279,14 @@ KVQ_INLINE float max_lane(VF v) {  // NaN lanes may be missed
 }
 KVQ_INLINE float min_lane(VF v) { return -max_lane(-v); }
 
+// Scale and zero of a part of a key group, as reference.cut_meta: `cuts` has the low end's cut in
+// the low nibble. All but the addition is exact.
+KVQ_INLINE void cut_meta(VI cuts, VF& scale, VF& zero) {
+  const VI low = cuts & 15, high = cuts >> 4;
+  zero += scale * (to_float(low * 15) * kCutStep);
+  scale *= to_float(32 - low - high) * kCutStep;
+}
+
 // kLanes pairs (fp16 scale, fp16 zero).
 KVQ_INLINE void load_meta(const uint8_t* p, VF& scale, VF& zero) {
   const VI pairs = load<VI>(p);
