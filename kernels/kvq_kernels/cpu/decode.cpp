@@ -7,14 +7,23 @@
 // rotates the sealed part back: a second parallel loop would make all threads wait for each other
 // once more, which is what costs most when others use the cores too.
 //
-// Sealed units are never dequantised. Per part of a key group (32 tokens if its range is cut, else
-// the whole group), the key scale is folded into the query, and the product rounded to int16 with one factor per row; the logit is then an integer dot product with
+// Sealed units are never dequantised. Per key group, the key scale is folded into the query, and the
+// product rounded to int16 with one factor per row; the logit is then an integer dot product with
 // the codes, times that factor, plus the dot product of query and zeros. The same for values: the
 // scale of a token is folded into its weight. All sums fit int32: 256 codes of up to 255 times
 // 32767 is less than 2^31.
 //
 // Rounding the products by e_i changes a sum by sum(e_i code_i). What of it does not depend on the
 // codes, sum(e_i) times the middle code, goes into the bias, which halves the error.
+//
+// 4-bit keys have cuts: for every 32 tokens of a group, their part, the range of channel i lacks
+// low_i / 32 at its low end and high_i / 32 at its high end. So with f_i the query times the scale,
+// c_i = m + d_i the code and m = 7.5 the middle one, what the group's zero is short of the key is
+//
+//     f_i (15 low_i / 32 + n_i / 32 c_i) = f_i n_i / 32 c_i + f_i 15 low_i / 32, n = 32 - low - high
+//
+// The weights of a part are those of the group times n_i / 32, rounded; the bias has the rest,
+// sum(f_i) m + sum(f_i (low_i - high_i)) m / 32 less what the weights bring with the middle code.
 #include "attention.h"
 
 namespace kvq {
@@ -132,9 +141,10 @@ struct Task : Rows {
   const Layout key_layout, value_layout;
 
   // `query` is [rows][padded key elements], scaled and in the order of key weights, for the units.
-  float *key_scale, *key_zero;      // [num_blobs * num_parts][padded key elements]
+  float *key_scale, *key_zero;      // [num_blobs][padded key elements]
   float *value_scale, *value_zero;  // [unit_size]
   int16_t* weights;                 // [kRowBlock * the longer of both layouts]
+  int16_t* group_weights;           // of keys with cuts, negated: -1024 * 32 fits int16
   int32_t* dots;                    // [kRowBlock][max(unit_size, head_size)]
   float* logits;                    // [kRowBlock][unit_size]
 
@@ -150,8 +160,9 @@ struct Task : Rows {
   size_t carve(Carver carver) {
     const int64_t u = rec.unit_size;
     query = carver.take<float>(rows * max_of(key_layout.padded(), d));
-    key_scale = carver.take<float>(rec.num_blobs * rec.num_parts * key_layout.padded());
-    key_zero = carver.take<float>(rec.num_blobs * rec.num_parts * key_layout.padded());
+    key_scale = carver.take<float>(rec.num_blobs * key_layout.padded());
+    key_zero = carver.take<float>(rec.num_blobs * key_layout.padded());
+    group_weights = carver.take<int16_t>(rec.has_cuts ? kRowBlock * key_layout.padded() : 0);
     value_scale = carver.take<float>(u);
     value_zero = carver.take<float>(u);
     weights = carver.take<int16_t>(
@@ -179,33 +190,24 @@ struct Task : Rows {
     }
   }
 
-  // Key scales and zeros of a part as floats, in the order of key weights. Vectors may read a few
-  // channels too many; a query that is 0 there keeps them out.
-  void load_key_meta(const uint8_t* blob, int64_t b, int64_t part) {
-    const int64_t offset = (b * rec.num_parts + part) * key_layout.padded();
-    float *scale = key_scale + offset, *zero = key_zero + offset;
-    const uint8_t *meta = blob + rec.key_meta, *cuts = blob + rec.key_cuts + part * d;
-    VF s, z;
-    for (int64_t chunk = 0; chunk < key_layout.chunks; ++chunk) {
-      for (int64_t half = 0; half < key_layout.halves; ++half) {
-        const int64_t first = key_layout.element(chunk, half);
-        for (int64_t c = first; c < first + kShorts; c += kLanes, scale += kLanes, zero += kLanes) {
-          load_meta(meta + c * 4, s, z);
-          if (rec.has_cuts) cut_meta(load_bytes_as_ints(cuts + c), s, z);
-          store(scale, s);
-          store(zero, z);
-        }
-      }
-    }
-  }
-
-  // Scales and zeros of a unit as floats.
+  // Scales and zeros of a unit as floats, keys' in the order of key weights. Vectors may read a
+  // few channels too many; a query that is 0 there keeps them out.
   void load_unit_meta(const uint8_t* record, int64_t next) {
+    float *scale = key_scale, *zero = key_zero;
     VF s, z;
     for (int64_t b = 0; b < rec.num_blobs; ++b) {
       const uint8_t* blob = record + b * rec.blob_bytes;
       prefetch(blob + rec.key_meta + next, rec.blob_bytes - rec.key_meta);
-      for (int64_t part = 0; part < rec.num_parts; ++part) load_key_meta(blob, b, part);
+      for (int64_t chunk = 0; chunk < key_layout.chunks; ++chunk) {
+        for (int64_t half = 0; half < key_layout.halves; ++half) {
+          const uint8_t* meta = blob + rec.key_meta + key_layout.element(chunk, half) * 4;
+          for (int i = 0; i < kShorts; i += kLanes, scale += kLanes, zero += kLanes) {
+            load_meta(meta + i * 4, s, z);
+            store(scale, s);
+            store(zero, z);
+          }
+        }
+      }
       for (int64_t t = 0; t < rec.group; t += kLanes) {
         load_meta(blob + rec.value_meta + t * 4, s, z);
         store(value_scale + b * rec.group + t, s);
@@ -214,37 +216,81 @@ struct Task : Rows {
     }
   }
 
-  // Fold the key scales of a part, numbered within the unit, into `count` rows of the query, as int16 weights; per row, the
-  // factor of the integer dot product and the bias to add.
-  void fold_key_scales(int64_t part, int64_t row, int64_t count, float* factor, float* bias) {
+  // Fold the key scales of a group into `count` rows of the query, as int16 weights; per row, the
+  // factor of the integer dot product and the bias to add. With cuts, the weights are negated, and
+  // the bias lacks what depends on the part.
+  void fold_key_scales(int64_t blob, int64_t row, int64_t count, float* factor, float* bias) {
     const int64_t padded = key_layout.padded();
-    const float *scale = key_scale + part * padded, *zero = key_zero + part * padded;
+    const float *scale = key_scale + blob * padded, *zero = key_zero + blob * padded;
+    int16_t* to = rec.has_cuts ? group_weights : weights;
     for (int64_t r = 0; r < count; ++r) {
       const float* q = query + (row + r) * padded;
-      VF largest = {}, dot_zero = {};
+      VF largest = {}, dot_zero = {}, total = {};
       for (int64_t c = 0; c < padded; c += kLanes) {
-        const VF x = loadf(q + c);
-        largest = max_of(largest, abs_of(x * loadf(scale + c)));
+        const VF x = loadf(q + c), folded = x * loadf(scale + c);
+        largest = max_of(largest, abs_of(folded));
+        total += folded;
         dot_zero = fma_of(x, loadf(zero + c), dot_zero);
       }
       Int16Weights rounded(max_lane(largest));
+      if (rec.has_cuts) rounded.to_int = -rounded.to_int;
       for (int64_t c = 0; c < padded; c += kShorts) {
         const VF x = loadf(q + c) * loadf(scale + c);
         const VF y = loadf(q + c + kLanes) * loadf(scale + c + kLanes);
-        store(weights + (c / kShorts * count + r) * kShorts, rounded.round(x, y));
+        store(to + (c / kShorts * count + r) * kShorts, rounded.round(x, y));
       }
       factor[r] = rounded.factor;
-      bias[r] = sum_of(dot_zero) + rounded.lost_bias(a.key_bits);
+      bias[r] = sum_of(dot_zero) +
+                (rec.has_cuts ? 7.5f * sum_of(total) : rounded.lost_bias(a.key_bits));
+    }
+  }
+
+  // The weights of a part from those of its group; adds to the biases what depends on the part.
+  template <int kRows>
+  void cut_weights(const uint8_t* cuts, const float* factor, float* bias) {
+    VI sum[kRows] = {}, shifted[kRows] = {};
+    const int16_t* from = group_weights;
+    int16_t* to = weights;
+    const int64_t chunks = key_layout.chunks, row_bytes = key_layout.row_bytes;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      for (int64_t half = 0; half < 2; ++half) {
+        const VS both = load_bytes(cuts + half * row_bytes + chunk * kShorts);
+        const VS low = both & 15, high = both >> 4;
+        const VS scale = (low + high - 32) << 10, shift = low - high;
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r, from += kShorts, to += kShorts) {
+          const VS negated = load<VS>(from);
+          const VS weight = multiply_high(negated, scale);
+          store(to, weight);
+          sum[r] = multiply_add(sum[r], weight, VS{} + 1);
+          shifted[r] = multiply_add(shifted[r], negated, shift);
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      bias[r] -= 7.5f * factor[r] * sum_of(to_float(sum[r]) + to_float(shifted[r]) * kCutStep);
+    }
+  }
+
+  void cut_weights(const uint8_t* cuts, int64_t count, const float* factor, float* bias) {
+    switch (count) {
+      case 4: return cut_weights<4>(cuts, factor, bias);
+      case 3: return cut_weights<3>(cuts, factor, bias);
+      case 2: return cut_weights<2>(cuts, factor, bias);
+      default: return cut_weights<1>(cuts, factor, bias);
     }
   }
 
   // Logits of `count` rows with the tokens of a unit.
   void key_logits(const uint8_t* record, int64_t next, int64_t unit, int64_t row, int64_t count) {
-    float factor[kRowBlock], bias[kRowBlock];
+    float factor[kRowBlock], group_bias[kRowBlock], bias[kRowBlock];
     for (int64_t p = 0; p < rec.num_blobs * rec.num_parts; ++p) {
-      const uint8_t* blob = record + p / rec.num_parts * rec.blob_bytes;
-      const uint8_t* codes = blob + p % rec.num_parts * rec.part * rec.key_row_bytes;
-      fold_key_scales(p, row, count, factor, bias);
+      const int64_t b = p / rec.num_parts, part = p % rec.num_parts;
+      if (part == 0) fold_key_scales(b, row, count, factor, group_bias);
+      memcpy(bias, group_bias, sizeof bias);
+      const uint8_t* blob = record + b * rec.blob_bytes;
+      if (rec.has_cuts) cut_weights(blob + rec.key_cuts + part * d, count, factor, bias);
+      const uint8_t* codes = blob + part * rec.part * rec.key_row_bytes;
       dot_codes(a.key_bits, count, {key_layout, codes, rec.part, 1, 0, next}, weights, dots,
                 rec.part);
       for (int64_t r = 0; r < count; ++r) {

@@ -102,13 +102,15 @@ void seal_keys(const Record& rec, float* key, bool skip_first, float* zero, floa
   for (int64_t c = 0; c < d; c += kLanes) {
     Quantiser group, parts[kMaxUnit / kCutTokens];
     for (int64_t p = 0; p < rec.num_parts; ++p) {
+      Quantiser part;
       for (int64_t t = p * rec.part; t < (p + 1) * rec.part; ++t) {
         const VF raw = loadf(key + t * d + c), x = sanitised(raw);
         store(key + t * d + c, x);
-        if (t > 0 || !skip_first) Quantiser::extend(parts[p], x, is_finite(raw));
+        if (t > 0 || !skip_first) Quantiser::extend(part, x, is_finite(raw));
       }
-      group.lo = min_of(parts[p].lo, group.lo);
-      group.hi = max_of(parts[p].hi, group.hi);
+      group.lo = min_of(part.lo, group.lo);
+      group.hi = max_of(part.hi, group.hi);
+      parts[p] = part;
     }
     Quantiser::finish(group, levels);
     store(blob + rec.key_meta + c * 4, group.meta);

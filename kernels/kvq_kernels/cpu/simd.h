@@ -162,6 +162,19 @@ KVQ_INLINE void store_as_bytes(uint8_t* p, VI v, int64_t n) {
 #endif
 }
 
+// (a * b + 2^14) >> 15 of 16-bit lanes.
+KVQ_INLINE VS multiply_high(VS a, VS b) {
+#if defined(KVQ_AVX512)
+  return (VS)_mm512_mulhrs_epi16((__m512i)a, (__m512i)b);
+#elif defined(KVQ_AVX2)
+  return (VS)_mm256_mulhrs_epi16((__m256i)a, (__m256i)b);
+#else
+  VS s;
+  for (int i = 0; i < kShorts; ++i) s[i] = static_cast<int16_t>((a[i] * b[i] + (1 << 14)) >> 15);
+  return s;
+#endif
+}
+
 // acc + products of 16-bit lanes, summed over pairs. Which pair goes to which lane differs: every
 // user sums all lanes in the end.
 KVQ_INLINE VI multiply_add(VI acc, VS a, VS b) {
