@@ -34,8 +34,7 @@ class KVQConfig(BaseModel):
     )
     key_group_size: Literal[32, 64, 128, 256] | None = Field(
         None,
-        description="Tokens that share a scale per key channel; None: half of unit_size for "
-        "4-bit keys, else unit_size.",
+        description="Tokens that share a scale per key channel; None: unit_size.",
     )
     scales: Literal["checkpoint", "ones", "warmup"] = Field(
         "checkpoint",

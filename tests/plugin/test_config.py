@@ -17,9 +17,9 @@ def test_defaults() -> None:
     [
         ("kvq-int8", {}, (128, 128)),
         ("kvq-k8v4", {}, (128, 128)),
-        ("kvq-int4", {}, (256, 128)),
-        ("kvq-int4", {"unit_size": 128}, (128, 64)),
-        ("kvq-int4", {"key_group_size": 256}, (256, 256)),
+        ("kvq-int4", {}, (256, 256)),
+        ("kvq-int4", {"unit_size": 128}, (128, 128)),
+        ("kvq-int4", {"key_group_size": 64}, (256, 64)),
     ],
 )
 def test_sizes_of_a_format(name: str, options: dict[str, int], sizes: tuple[int, int]) -> None:
