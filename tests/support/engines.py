@@ -90,6 +90,7 @@ def poison_cache(monkeypatch: Any) -> None:
     """Fill the KV cache of engines started from now on with 0xFF: NaN in every float format."""
     import torch
     from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker.gpu import attn_utils
 
     allocate = gpu_model_runner.allocate_kv_cache
 
@@ -99,7 +100,8 @@ def poison_cache(monkeypatch: Any) -> None:
             storage.fill_(0xFF)
         return caches
 
-    monkeypatch.setattr(gpu_model_runner, "allocate_kv_cache", allocate_poisoned)
+    for runner in (gpu_model_runner, attn_utils):  # V1's and V2's
+        monkeypatch.setattr(runner, "allocate_kv_cache", allocate_poisoned)
 
 
 def forget_cache(llm: Any) -> None:
