@@ -92,8 +92,8 @@ def test_other_caches_whatever_the_engine_does(
 ) -> None:
     """Free memory is poisoned, and the second time prompts are cached, or blocks used again.
 
-    At last it scores prompts of several chunks: what a layer reads of the ring in one chunk must
-    not be what another layer wrote there for the next.
+    At last prompts of several chunks are scored: every layer must find the ring as it was before
+    the chunk, which the last token's choice alone does not show.
     """
     # With Mamba 2 layers, vLLM's CPU build fails as soon as prefixes are cached, with `auto` too.
     cached = "beside" not in model.special
