@@ -36,6 +36,7 @@ def take_over() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     wrap_once(SpecDecodeBaseProposer, "load_model", _leave_companions_out)
+    wrap_once(SpecDecodeBaseProposer, "initialize_attn_backend", _find_rings)
     wrap_once(GPUModelRunner, "propose_draft_token_ids", _hand_over_block_tables)
     wrap_once(SpecDecodeBaseProposer, "build_per_group_and_layer_attn_metadata", _add_rings)
 
@@ -49,24 +50,33 @@ def _leave_companions_out(load_model: Callable[..., None]) -> Callable[..., None
     return wrapped
 
 
+def _find_rings(initialize: Callable[..., None]) -> Callable[..., None]:
+    def wrapped(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, kv_cache_config, *args, **kwargs)
+        rings = {name + LAYER_SUFFIX for name in self._draft_attn_layer_names}
+        self.kvq_ring_groups = {
+            layer: index
+            for index, group in enumerate(kv_cache_config.kv_cache_groups)
+            for layer in rings.intersection(group.layer_names)
+        }
+
+    return wrapped
+
+
 def _hand_over_block_tables(propose: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(propose)
 
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = signature.bind(self, *args, **kwargs)
         drafter = self.drafter
-        if hasattr(drafter, "_draft_attn_layer_names"):  # not n-gram and the like
+        if hasattr(drafter, "kvq_ring_groups"):  # not n-gram and the like
             common = call.arguments["common_attn_metadata"]
             tables = [
                 t.get_device_tensor(common.num_reqs)
                 for t in self.input_batch.block_table.block_tables
             ]
             drafter.kvq_ring_tables = {
-                layer: table
-                for table, group in zip(tables, self.kv_cache_config.kv_cache_groups, strict=True)
-                for layer in group.layer_names
-                if layer.endswith(LAYER_SUFFIX)
-                and layer.removesuffix(LAYER_SUFFIX) in drafter._draft_attn_layer_names
+                layer: tables[group] for layer, group in drafter.kvq_ring_groups.items()
             }
             if drafter.method == DRAFT_MODEL:
                 own = common.replace(block_table_tensor=tables[drafter.kv_cache_gid])

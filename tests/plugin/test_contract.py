@@ -120,6 +120,9 @@ PARAMETERS = {
     "vllm.v1.core.kv_cache_utils:get_kv_cache_capacity": ["vllm_config", "kv_cache_config"],
     "vllm.v1.engine.llm_engine:LLMEngine.add_request": ["request_id", "prompt", "params"],
     "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.load_model": ["target_model"],
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.initialize_attn_backend": [
+        "kv_cache_config"
+    ],
     "vllm.v1.spec_decode.llm_base_proposer:"
     "SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata": ["common_attn_metadata"],
     "vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids": ["block_ids"],
@@ -398,7 +401,7 @@ def test_a_layer_says_whose_cache_it_reads() -> None:
         ),
         (
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
-            ["self.drafter", "self.input_batch.block_table", "self.kv_cache_config"],
+            ["self.drafter", "self.input_batch.block_table"],
         ),
         ("vllm.v1.worker.block_table:MultiGroupBlockTable", ["self.block_tables"]),
     ],

@@ -83,6 +83,13 @@ class DenseModel:
         logits = self.model(torch.tensor([tokens]), use_cache=False).logits[0]
         return logits.float().log_softmax(-1)
 
+    def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
+        """Log probabilities of every prompt's tokens but its first."""
+        return [
+            self.logprobs(prompt)[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+            for prompt in prompts
+        ]
+
     def judge(
         self, prompts: Sequence[list[int]], continuations: Sequence[list[int]]
     ) -> DenseResult:

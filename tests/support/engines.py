@@ -57,32 +57,40 @@ def generate_with_logprobs(
     llm: Any, prompts: Sequence[list[int]], max_tokens: int, **options: Any
 ) -> tuple[list[list[int]], list[list[float]]]:
     """As :func:`generate`, with the log probability of every token."""
+    outputs = _run(llm, prompts, {"max_tokens": max_tokens, "logprobs": 0}, **options)
+    completions = [output.outputs[0] for output in outputs]
+    tokens = [list(completion.token_ids) for completion in completions]
+    return tokens, [_chosen(c.token_ids, c.logprobs) for c in completions]
+
+
+def prompt_logprobs(llm: Any, prompts: Sequence[list[int]]) -> list[list[float]]:
+    """Log probabilities of every prompt's tokens but its first."""
+    outputs = _run(llm, prompts, {"max_tokens": 1, "prompt_logprobs": 0})
+    return [_chosen(x.prompt_token_ids[1:], x.prompt_logprobs[1:]) for x in outputs]
+
+
+def _run(
+    llm: Any, prompts: Sequence[list[int]], sampling: dict[str, Any], **options: Any
+) -> list[Any]:
     from vllm import SamplingParams
 
-    outputs = llm.generate(
+    return llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
-        SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=0
-        ),
+        SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **sampling),
         use_tqdm=False,
         **options,
     )
-    completions = [output.outputs[0] for output in outputs]
-    tokens = [list(completion.token_ids) for completion in completions]
-    logprobs = [
-        [
-            step[token].logprob
-            for token, step in zip(completion.token_ids, completion.logprobs, strict=True)
-        ]
-        for completion in completions
-    ]
-    return tokens, logprobs
+
+
+def _chosen(tokens: Sequence[int], logprobs: Sequence[dict[int, Any]]) -> list[float]:
+    return [step[token].logprob for token, step in zip(tokens, logprobs, strict=True)]
 
 
 def poison_cache(monkeypatch: Any) -> None:
     """Fill the KV cache of engines started from now on with 0xFF: NaN in every float format."""
     import torch
     from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker.gpu import attn_utils
 
     allocate = gpu_model_runner.allocate_kv_cache
 
@@ -92,7 +100,8 @@ def poison_cache(monkeypatch: Any) -> None:
             storage.fill_(0xFF)
         return caches
 
-    monkeypatch.setattr(gpu_model_runner, "allocate_kv_cache", allocate_poisoned)
+    for runner in (gpu_model_runner, attn_utils):  # V1's and V2's
+        monkeypatch.setattr(runner, "allocate_kv_cache", allocate_poisoned)
 
 
 def forget_cache(llm: Any) -> None:

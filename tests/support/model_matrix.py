@@ -78,6 +78,13 @@ SERVED = (
     ModelKind("Granite 4", "Mamba 2 beside attention", models.tiny_granite_hybrid),
 )
 
+_DECODER = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
 
 def _configuration(folder: Path, class_name: str, architecture: str, **values: Any) -> Path:
     """Save a configuration alone, which is all that vLLM reads before a refusal."""
@@ -88,78 +95,60 @@ def _configuration(folder: Path, class_name: str, architecture: str, **values: A
     return folder
 
 
+def _refused(
+    name: str, special: str, refusal: str, class_name: str, architecture: str, **values: Any
+) -> ModelKind:
+    """Return a row of a model that is refused, from a class of transformers and its arguments."""
+    make = partial(
+        _configuration, class_name=class_name, architecture=architecture, **(_DECODER | values)
+    )
+    return ModelKind(name, special, make, refusal=refusal)
+
+
 REFUSED = (
-    ModelKind(
+    _refused(
         "DeepSeek V3",
         "multi-head latent attention",
-        partial(
-            _configuration,
-            class_name="DeepseekV3Config",
-            architecture="DeepseekV3ForCausalLM",
-            hidden_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-        ),
-        refusal=r"multi-head latent attention \(MLA\)",
+        r"multi-head latent attention \(MLA\)",
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        num_key_value_heads=4,
     ),
-    ModelKind(
+    _refused(
         "Gemma 4 as released",
         "layers with head size 512",
-        partial(
-            _configuration,
-            class_name="Gemma4TextConfig",
-            architecture="Gemma4ForCausalLM",
-            hidden_size=128,
-            num_hidden_layers=6,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            global_head_dim=512,
-        ),
-        refusal=r"head size 512: it must be a multiple of 16 up to 256\.",
+        r"head size 512: it must be a multiple of 16 up to 256\.",
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        num_hidden_layers=6,
+        global_head_dim=512,
     ),
-    ModelKind(
+    _refused(
         "Llama 4",
         "chunked local attention",
-        partial(
-            _configuration,
-            class_name="Llama4TextConfig",
-            architecture="Llama4ForCausalLM",
-            hidden_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-        ),
-        refusal="chunked local attention, whose chunks .*",
+        "chunked local attention, whose chunks .*",
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        head_dim=64,
     ),
-    ModelKind(
+    _refused(
         "BERT",
         "encoder only",
-        partial(
-            _configuration,
-            class_name="BertConfig",
-            architecture="BertModel",
-            hidden_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-        ),
-        refusal="encoder-only attention, which keeps no KV cache",
+        "encoder-only attention, which keeps no KV cache",
+        "BertConfig",
+        "BertModel",
     ),
-    ModelKind(
+    _refused(
         "Whisper",
         "encoder and decoder",
-        partial(
-            _configuration,
-            class_name="WhisperConfig",
-            architecture="WhisperForConditionalGeneration",
-            d_model=64,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=1,
-            decoder_attention_heads=1,
-        ),
-        refusal=r"encoder-decoder models \(cross attention\)",
+        r"encoder-decoder models \(cross attention\)",
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
+        d_model=64,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=1,
+        decoder_attention_heads=1,
     ),
 )
 
