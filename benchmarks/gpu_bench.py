@@ -44,6 +44,7 @@ import triton
 from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, LayerCache, reference
 from kvq_kernels import triton as kernels
 
+
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRET else "cuda")
 RING_BLOCK = 32
@@ -147,7 +148,7 @@ class Check:
     head_size: int
     gqa: int
     dtype: torch.dtype = torch.bfloat16
-    unit_size: int | None = None
+    unit_size: int = DEFAULT_UNIT_SIZE
     key_group_size: int | None = None
     feature: str = "plain"
     chunks: tuple[tuple[int, int], ...] = ((300, 140), (150, 1), (1, 1), (1, 5))

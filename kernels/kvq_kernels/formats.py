@@ -41,6 +41,7 @@ DTYPE_PREFIX = "kvq-"
 MAX_HEAD_SIZE = 256
 HEAD_SIZE_MULTIPLE = 16
 UNIT_SIZES = (64, 128, 256)
+DEFAULT_UNIT_SIZE = 128
 MIN_KEY_GROUP_SIZE = 32
 SECTION_ALIGNMENT = 16
 _META_BYTES = 4  # fp16 scale, fp16 zero
@@ -62,7 +63,6 @@ class Scheme:
         value_bits: 4 or 8; values have one scale and zero per token.
         anchor: whether the first token's key is kept apart, in 8 bits.
         rotate_values: whether values are stored rotated by :func:`hadamard`.
-        default_unit_size: tokens per unit, where the user chooses none.
 
     """
 
@@ -70,13 +70,12 @@ class Scheme:
     value_bits: int
     anchor: bool
     rotate_values: bool
-    default_unit_size: int
 
 
 SCHEMES: Mapping[str, Scheme] = {
-    "kvq-int8": Scheme(8, 8, anchor=False, rotate_values=False, default_unit_size=128),
-    "kvq-k8v4": Scheme(8, 4, anchor=False, rotate_values=True, default_unit_size=128),
-    "kvq-int4": Scheme(4, 4, anchor=True, rotate_values=True, default_unit_size=256),
+    "kvq-int8": Scheme(8, 8, anchor=False, rotate_values=False),
+    "kvq-k8v4": Scheme(8, 4, anchor=False, rotate_values=True),
+    "kvq-int4": Scheme(4, 4, anchor=True, rotate_values=True),
 }
 """Format name, as in ``--kv-cache-dtype``, to scheme."""
 
@@ -143,23 +142,21 @@ class Format:
         cls,
         name: str,
         head_size: int,
-        unit_size: int | None = None,
+        unit_size: int = DEFAULT_UNIT_SIZE,
         key_group_size: int | None = None,
     ) -> Format:
-        """Return the format `name` for `head_size`, with the scheme's sizes where none are given.
+        """Return the format `name` for `head_size`, by default with one key group per unit.
 
         Args:
             name: a key of :data:`SCHEMES`.
             head_size: channels per head.
-            unit_size: tokens per unit; None takes the scheme's default.
+            unit_size: tokens per unit.
             key_group_size: tokens per key scale; None is the whole unit.
 
         Raises:
             ValueError: as :class:`Format`.
 
         """
-        if unit_size is None:
-            unit_size = find_scheme(name).default_unit_size
         return cls(name, head_size, unit_size, key_group_size or unit_size)
 
     @property

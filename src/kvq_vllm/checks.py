@@ -91,7 +91,7 @@ def _check_model(cache_dtype: str, model_config: Any, config: KVQConfig) -> None
 
 def _check_block_size(cache_config: Any, config: KVQConfig) -> None:
     fp8 = is_fp8(cache_config.cache_dtype)
-    unit = BLOCK_SIZE_MULTIPLE if fp8 else config.unit_size_of(cache_config.cache_dtype)
+    unit = BLOCK_SIZE_MULTIPLE if fp8 else config.unit_size
     if cache_config.user_specified_block_size and cache_config.block_size % unit:
         _refuse(
             f"--block-size {cache_config.block_size}",

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from kvq_kernels.formats import DTYPE_PREFIX, SCHEMES, Format, find_scheme
+from kvq_kernels.formats import DTYPE_PREFIX, SCHEMES, Format
 from kvq_kernels.fp8 import FP8_DTYPES, Fp8Format, is_fp8
 from kvq_vllm.errors import KVQError
 
@@ -27,10 +27,9 @@ class KVQConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    unit_size: Literal[64, 128, 256] | None = Field(
-        None,
-        description="Tokens sealed together; the newest up to this many stay unquantised. None: "
-        "256 for kvq-int4, else 128.",
+    unit_size: Literal[64, 128, 256] = Field(
+        128,
+        description="Tokens sealed together; the newest up to this many stay unquantised.",
     )
     key_group_size: Literal[32, 64, 128, 256] | None = Field(
         None,
@@ -114,15 +113,6 @@ class KVQConfig(BaseModel):
                 f"{cache_dtype}: leave it out."
             )
 
-    def unit_size_of(self, cache_dtype: str) -> int:
-        """Return the tokens per unit of a format that has units.
-
-        Raises:
-            ValueError: there is no such format.
-
-        """
-        return self.unit_size or find_scheme(cache_dtype).default_unit_size
-
     def fp8_format(self, cache_dtype: str, head_size: int) -> Fp8Format:
         """Return the fp8 format of a layer with `head_size`.
 
@@ -144,13 +134,12 @@ class KVQConfig(BaseModel):
 
         """
         try:
-            unit_size = self.unit_size_of(cache_dtype)
-            if self.key_group_size is not None and self.key_group_size > unit_size:
+            if self.key_group_size is not None and self.key_group_size > self.unit_size:
                 raise KVQConfigError(
                     f"{OPTION} has key_group_size {self.key_group_size}, above the unit_size "
-                    f"{unit_size} of {cache_dtype}: choose a smaller one, or a larger unit_size."
+                    f"{self.unit_size}: choose a smaller one, or a larger unit_size."
                 )
-            return Format.create(cache_dtype, head_size, unit_size, self.key_group_size)
+            return Format.create(cache_dtype, head_size, self.unit_size, self.key_group_size)
         except ValueError as error:
             raise _unusable(cache_dtype, error) from None
 

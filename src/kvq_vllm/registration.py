@@ -148,7 +148,7 @@ def _default_block_size(vllm_config: Any) -> None:
     if is_fp8(cache_config.cache_dtype):
         return  # any block size of vLLM's
     config = KVQConfig.parse(vllm_config.additional_config)
-    unit_size = config.unit_size_of(cache_config.cache_dtype)
+    unit_size = config.unit_size
     if not cache_config.user_specified_block_size and cache_config.block_size % unit_size:
         cache_config.block_size = unit_size
 

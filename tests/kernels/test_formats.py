@@ -63,9 +63,9 @@ def test_default_sizes() -> None:
         fmt = Format.create(*arguments)
         return fmt.unit_size, fmt.key_group_size
 
-    assert sizes("kvq-int4", 64) == (256, 256)
-    assert sizes("kvq-int4", 64, 128) == (128, 128)
-    assert sizes("kvq-int4", 64, None, 64) == (256, 64)
+    assert sizes("kvq-int4", 64) == (128, 128)
+    assert sizes("kvq-int4", 64, 256) == (256, 256)
+    assert sizes("kvq-int4", 64, 256, 64) == (256, 64)
     assert sizes("kvq-int8", 64) == (128, 128)
     assert sizes("kvq-int8", 64, 256) == (256, 256)
     assert sizes("kvq-k8v4", 64) == (128, 128)

@@ -8,7 +8,7 @@ from kvq_vllm.config import KVQConfig, KVQConfigError, is_kvq
 def test_defaults() -> None:
     for additional_config in (None, {}, {"other": 1}, {"kvq": None}, {"kvq": {}}):
         config = KVQConfig.parse(additional_config)
-        assert config.unit_size is None
+        assert config.unit_size == 128
         assert config.key_group_size is None
 
 
@@ -17,16 +17,15 @@ def test_defaults() -> None:
     [
         ("kvq-int8", {}, (128, 128)),
         ("kvq-k8v4", {}, (128, 128)),
-        ("kvq-int4", {}, (256, 256)),
-        ("kvq-int4", {"unit_size": 128}, (128, 128)),
-        ("kvq-int4", {"key_group_size": 64}, (256, 64)),
+        ("kvq-int4", {}, (128, 128)),
+        ("kvq-int4", {"unit_size": 256}, (256, 256)),
+        ("kvq-int4", {"key_group_size": 64}, (128, 64)),
     ],
 )
 def test_sizes_of_a_format(name: str, options: dict[str, int], sizes: tuple[int, int]) -> None:
     config = KVQConfig.parse({"kvq": options})
     fmt = config.format(name, 64)
     assert (fmt.unit_size, fmt.key_group_size) == sizes
-    assert config.unit_size_of(name) == fmt.unit_size
 
 
 @pytest.mark.parametrize(

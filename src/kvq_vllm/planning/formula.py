@@ -39,7 +39,7 @@ class CacheFormat:
     ours: bool = False
 
     def block_size(self, config: KVQConfig) -> int:
-        return config.unit_size_of(self.name) if self.has_ring else DEFAULT_BLOCK_SIZE
+        return config.unit_size if self.has_ring else DEFAULT_BLOCK_SIZE
 
 
 def _unquantised(layer: LayerShape, itemsize: int, config: KVQConfig) -> int:
@@ -130,7 +130,7 @@ def ring_bytes(shape: ModelShape, fmt: CacheFormat, sizes: Sizes, context: int) 
     if not fmt.has_ring:
         return 0
     page = max(_page_bytes(shape, layer, fmt, sizes) for layer in shape.layers)
-    capacity = min(context, sizes.config.unit_size_of(fmt.name))
+    capacity = min(context, sizes.config.unit_size)
     blocks = 0
     for layer in shape.layers:
         token = sizes.kv_heads(layer) * _unquantised(layer, DTYPE_BYTES[shape.dtype], sizes.config)
