@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kvq_kernels.formats import Format
+from kvq_kernels.formats import CUT_TOKENS, Format
 from kvq_kernels.triton.common import is_interpreted
 
 OVERRIDES: dict[str, dict[str, int]] = json.loads(os.environ.get("KVQ_TUNING", "{}"))
@@ -64,7 +64,8 @@ class DecodeTuning:
     Attributes:
         num_warps: warps per program.
         num_stages: depth of the software pipeline, the block table's load included.
-        tile: sealed tokens per iteration, a divisor of the key group size.
+        tile: sealed tokens per iteration, a divisor of the key group size; with 4-bit keys at most
+            64, so that each of its two runs has the same cuts.
         ring_tile: tokens of the ring per iteration.
         max_rows: most query rows (query heads of a kv head times new tokens) per program.
         min_rows: fewest rows of a matrix product.
@@ -92,6 +93,9 @@ def decode_tuning(fmt: Format, dtype: torch.dtype, rows: int, arch: str) -> Deco
         rows: query rows per kv head and request: heads that share it times new tokens.
         arch: of the device.
 
+    Raises:
+        ValueError: ``KVQ_TUNING`` names a tile that reads wrong scales.
+
     """
     tile = min(64, fmt.key_group_size)
     if arch.startswith("gfx"):  # below 16 rows there is no matrix instruction
@@ -102,7 +106,14 @@ def decode_tuning(fmt: Format, dtype: torch.dtype, rows: int, arch: str) -> Deco
         tuned = DecodeTuning(num_warps=1, tile=tile, programs_per_multiprocessor=8)
     else:
         tuned = DecodeTuning(tile=tile)
-    return _overridden(tuned, "decode")
+    tuned = _overridden(tuned, "decode")
+    if fmt.key_group_size % tuned.tile or (fmt.num_cuts and tuned.tile > 2 * CUT_TOKENS):
+        raise ValueError(
+            f"KVQ_TUNING cuts decode into tiles of {tuned.tile} tokens, which do not suit "
+            f"{fmt.name} in groups of {fmt.key_group_size}: use a divisor, with kvq-int4 up to "
+            f"{2 * CUT_TOKENS}."
+        )
+    return tuned
 
 
 @dataclass(frozen=True)
