@@ -115,12 +115,12 @@ def _load_key_meta(
     BLOCK_W: tl.constexpr,
     TILE: tl.constexpr,
     DTYPE: tl.constexpr,
-    ASM: tl.constexpr,
+    EXCHANGE: tl.constexpr,
 ):
     """Load scale and zero of half of the channels of 4-bit keys, for a tile from `column` on.
 
     `DTYPE` ``[TILE, BLOCK_W]`` each, tokens in the order of :func:`_tokens`: its two runs come in
-    turns, and within a run they are the same. So they are made once per program.
+    turns, and within a run they are the same. With `EXCHANGE` they are made once per program.
     """
     WIDTH: tl.constexpr = FMT.head_size // 2
     columns = tl.arange(0, BLOCK_W)
@@ -140,14 +140,14 @@ def _load_key_meta(
     low, high = (cuts & 15).to(tl.float32), (cuts >> 4 & 15).to(tl.float32)
     zero = (zero + scale * (low * (15 / CUT_STEPS))).to(DTYPE)
     scale = (scale * (1.0 - (low + high) * (1 / CUT_STEPS))).to(DTYPE)
-    return _in_turns(scale, TILE, ASM), _in_turns(zero, TILE, ASM)
+    return _in_turns(scale, TILE, EXCHANGE), _in_turns(zero, TILE, EXCHANGE)
 
 
 @triton.jit
-def _in_turns(x, TILE: tl.constexpr, ASM: tl.constexpr):
+def _in_turns(x, TILE: tl.constexpr, EXCHANGE: tl.constexpr):
     """Return row 0 and row 1 of ``x[2, n]`` in turns, ``[TILE, n]``."""
     if x.dtype == tl.float16:
-        x = _once_per_program(x, ASM)
+        x = _once_per_program(x, EXCHANGE)
     return tl.broadcast_to(x[None, :, :], [TILE // 2, 2, x.shape[1]]).reshape([TILE, x.shape[1]])
 
 
@@ -161,6 +161,7 @@ def _load_sealed_keys(
     TILE: tl.constexpr,
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
+    SHARE: tl.constexpr,
 ):
     """Load the keys of a blob's `tokens`, ``[TILE, BLOCK_D]``, 0 beyond the head size.
 
@@ -180,8 +181,10 @@ def _load_sealed_keys(
         words = tl.load(meta, mask=inside, other=0)[None, :]
         return _dequantise_bytes(codes, words, DTYPE, ASM)
     else:
-        low_meta = _load_key_meta(blob, column, 0, FMT, BLOCK_W, TILE, DTYPE, ASM)
-        high_meta = _load_key_meta(blob, column, 1, FMT, BLOCK_W, TILE, DTYPE, ASM)
+        # Where one warp dequantises for all, it need not be told its scales by others.
+        EXCHANGE: tl.constexpr = ASM and not SHARE
+        low_meta = _load_key_meta(blob, column, 0, FMT, BLOCK_W, TILE, DTYPE, EXCHANGE)
+        high_meta = _load_key_meta(blob, column, 1, FMT, BLOCK_W, TILE, DTYPE, EXCHANGE)
         return _dequantise_nibbles(codes, low_meta, high_meta, DTYPE, ASM)
 
 
@@ -473,7 +476,7 @@ def _prefill_kernel(
                 column = position % G * FMT.value_bits // 8
                 tokens = _tokens(column, FMT, SEALED_TILE)
                 k = _load_sealed_keys(
-                    blob, column, tokens, FMT, BLOCK_D, SEALED_TILE, SEALED_DTYPE, USE_ASM
+                    blob, column, tokens, FMT, BLOCK_D, SEALED_TILE, SEALED_DTYPE, USE_ASM, SHARE
                 )
                 if SHARE:
                     k = _once_per_program(k, USE_ASM)

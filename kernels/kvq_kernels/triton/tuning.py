@@ -124,7 +124,8 @@ class PrefillTuning:
         num_warps: warps per program.
         num_stages: depth of the software pipeline.
         rows: query rows per program: tokens times heads.
-        sealed_tile: sealed tokens per iteration, a power of two up to the key group size.
+        sealed_tile: sealed tokens per iteration, a power of two up to the key group size; with
+            4-bit keys at most 64, so that each of its two runs has the same cuts.
         open_tile: tokens of the open unit per iteration.
         share: whether one warp dequantises for all; see ``prefill._once_per_program``.
         rotation_width: channels of values that are rotated back in one matrix product.
@@ -148,7 +149,7 @@ def prefill_tuning(fmt: Format, arch: str) -> PrefillTuning:
     """Return the prefill kernel's tuning: the most query rows that leave no register spilled.
 
     Raises:
-        ValueError: ``KVQ_TUNING`` names a tile that Triton cannot compile.
+        ValueError: ``KVQ_TUNING`` names a tile that Triton cannot compile, or of wrong scales.
 
     """
     wide = fmt.head_size > 128  # a warp's sums alone are half of its registers, or all on AMD
@@ -179,11 +180,17 @@ def prefill_tuning(fmt: Format, arch: str) -> PrefillTuning:
 
 
 def _check_prefill(tuned: PrefillTuning, fmt: Format, arch: str) -> None:
-    """Refuse what kills the process: Triton 3.9 ends in "Illegal shared layout".
+    """Refuse runs of tokens with more than one cut, and what kills the process.
 
-    It does so where operands of matrix products lie in shared memory, that is from 64 rows up on
-    sm_90 and later but sm_120, if tiles of 4-bit values are narrow and their heads wide.
+    Triton 3.9 ends in "Illegal shared layout" where operands of matrix products lie in shared
+    memory, that is from 64 rows up on sm_90 and later but sm_120, if tiles of 4-bit values are
+    narrow and their heads wide.
     """
+    if fmt.num_cuts and tuned.sealed_tile > 2 * CUT_TOKENS:
+        raise ValueError(
+            f"KVQ_TUNING cuts prefill into a sealed_tile of {tuned.sealed_tile} tokens: {fmt.name} "
+            f"takes up to {2 * CUT_TOKENS}."
+        )
     in_shared_memory = (
         arch.startswith("sm_") and arch not in _OPERANDS_IN_REGISTERS and tuned.rows >= 64
     )
