@@ -543,7 +543,7 @@ def _seal(
     num_tokens, num_kv_heads, head_size = key.shape
     if num_requests == 0:
         return
-    cut = tuning.seal_tuning(fmt)
+    cut = tuning.seal_tuning(fmt, tuning.device_info(key.device).arch)
     grid = (num_tiles(num_tokens, num_requests, fmt.unit_size, 1), num_kv_heads, fmt.num_blobs)
     _seal_kernel[grid](
         key,

@@ -219,16 +219,18 @@ class SealTuning:
     value_tile: int
 
 
-def seal_tuning(fmt: Format) -> SealTuning:
+def seal_tuning(fmt: Format, arch: str) -> SealTuning:
     """Return tiles that leave a thread about 32 fp32 numbers at a time, whatever the sizes.
 
     Half as many keys where values have 8 bits as well, or sm_100 and sm_120 spill 16 bytes; and
-    where keys have 4 bits, or sm_80 does: every part of a group has a scale of its own.
+    where keys have 4 bits, or sm_80 does: every part of a group has a scale of its own. AMD's warps
+    have 64 threads, and 8 of them spill.
     """
     budget = 4096 if fmt.value_bits == 4 else 2048
     width = fmt.head_size * fmt.key_bits // 8
+    many_warps = fmt.head_size > 128 or (fmt.key_bits == 4 and not arch.startswith("gfx"))
     tuned = SealTuning(
-        num_warps=8 if fmt.head_size > 128 or fmt.key_bits == 4 else 4,
+        num_warps=8 if many_warps else 4,
         key_tile=min(1 << (width - 1).bit_length(), budget // fmt.key_group_size),
         value_tile=min(fmt.key_group_size * fmt.value_bits // 8, 32),
     )
