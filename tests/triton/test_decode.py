@@ -238,6 +238,7 @@ def test_everything_at_once() -> None:
         ("kvq-int4", 128, 64, 2),
         ("kvq-int4", 128, 128, 1),
         ("kvq-int4", 256, 64, 1),
+        ("kvq-int4", 256, 256, 1),
         ("kvq-k8v4", 128, 32, 1),
         ("kvq-k8v4", 256, 256, 1),
         ("kvq-int8", 128, 128, 2),
@@ -265,6 +266,18 @@ def test_splits(min_tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of unlike length share a grid; short ones leave splits unused."""
     monkeypatch.setitem(tuning.OVERRIDES, "decode", {"min_tiles_per_split": min_tiles})
     make_step(contexts=(700, 65, 3), new=(1, 1, 1), gqa=1).check()
+
+
+@pytest.mark.parametrize("tile", [32, 64, 128])
+def test_tiles(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of a tile may be half of the tokens that share their cuts, but not twice as many."""
+    monkeypatch.setitem(tuning.OVERRIDES, "decode", {"tile": tile})
+    step = make_step(contexts=(130,), unit_size=128, gqa=1)
+    if tile <= 64:
+        step.check()
+    else:
+        with pytest.raises(ValueError, match="up to 64"):
+            step.check()
 
 
 @pytest.mark.parametrize("name", ["kvq-int4", "kvq-k8v4", "kvq-int8"])

@@ -113,6 +113,7 @@ def test_head_sizes_groupings_and_dtypes(
     [
         ("kvq-int4", 128, 128, 2),
         ("kvq-int4", 256, 64, 1),
+        ("kvq-int4", 256, 256, 1),
         ("kvq-k8v4", 128, 32, 3),
         ("kvq-int8", 256, 256, 1),
     ],

@@ -89,6 +89,7 @@ CASES = [
     (Format("kvq-int4", 80, 128, 32), torch.float16),
     (Format("kvq-int4", 16, 256, 256), torch.bfloat16),
     (Format("kvq-int4", 128, 128, 64), torch.bfloat16),
+    (Format("kvq-int4", 64, 256, 256), torch.float16),
     (Format("kvq-int4", 256, 64, 64), torch.float16),
     (Format("kvq-k8v4", 64, 64, 32), torch.float16),
     (Format("kvq-k8v4", 128, 64, 64), torch.bfloat16),
@@ -150,7 +151,19 @@ def test_any_chunking_seals_the_same_bytes(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize(
-    "special", ["nan", "inf", "beyond fp16", "constant", "denormal", "bias", "all nan", "first key"]
+    "special",
+    [
+        "nan",
+        "inf",
+        "beyond fp16",
+        "constant",
+        "denormal",
+        "bias",
+        "all nan",
+        "first key",
+        "nothing to cut by",
+        "parts far apart",
+    ],
 )
 def test_special_values(name: str, special: str) -> None:
     torch.manual_seed(0)
@@ -172,6 +185,11 @@ def test_special_values(name: str, special: str) -> None:
         key += 50
     elif special == "all nan":
         key[:], value[:] = torch.nan, torch.nan
+    elif special == "nothing to cut by":  # the second 32 tokens have no finite key
+        key[32:, 0, :32], key[32:, 0, 32:] = torch.nan, torch.inf
+    elif special == "parts far apart":  # more than 15/32 of the range to cut at either end
+        key[:32] *= 1e-2
+        key[32:] = 100 + key[32:] * 1e-2
     elif special == "first key":
         key[0, 0, :8] = torch.tensor([1e4, -1e4, torch.nan, torch.inf, -torch.inf, 1e30, 0, 3])
     caches = [

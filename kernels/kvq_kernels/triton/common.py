@@ -28,6 +28,7 @@ NIBBLES_ASM = tl.constexpr(
     and.b32 $1, $3, 0x640f640f;
     """
 )
+SCALES_ASM = tl.constexpr("prmt.b32 $0, $1, $2, 0x5410;")
 
 
 @triton.jit
@@ -70,6 +71,20 @@ def meta_scale(meta):
 
 
 @triton.jit
+def meta_scales(meta, USE_ASM: tl.constexpr):
+    """Return :func:`meta_scale`, in registers that hold neighbours side by side.
+
+    Otherwise products with fp16 vectors come in pairs across rows and have to be taken apart.
+    """
+    if USE_ASM:
+        return tl.inline_asm_elementwise(
+            SCALES_ASM, "=r,r,r", [meta], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        return meta_scale(meta)
+
+
+@triton.jit
 def meta_zero(meta):
     """Return the zero of int32 words that hold (fp16 scale, fp16 zero), in fp16."""
     return (meta >> 16).to(tl.int16).to(tl.float16, bitcast=True)
@@ -103,6 +118,7 @@ def record_constants(fmt: Format) -> dict[str, int]:
         "VALUE_BITS": fmt.value_bits,
         "VALUE_CODES": fmt.value_codes_offset,
         "KEY_META": fmt.key_meta_offset,
+        "KEY_CUTS": fmt.key_cuts_offset,
         "VALUE_META": fmt.value_meta_offset,
         "BLOB_BYTES": fmt.blob_bytes,
         "RECORD_BYTES": fmt.record_bytes,

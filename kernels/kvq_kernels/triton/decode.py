@@ -14,15 +14,23 @@ channel (keys) or of a token (values):
     logit = sum_d q_d (s_d code_d + z_d) = sum_d (q_d s_d) code_d + sum_d q_d z_d
     out_d = sum_t p_t (s_t code_td + z_t) = sum_t (p_t s_t) code_td + sum_t p_t z_t
 
-so scales cost one multiplication per query element and key group, or per weight, and zeros one
-number per row and tile. What must not overflow or vanish in fp16:
+so scales cost one multiplication per query element and tile, or per weight, and zeros one number
+per row and tile. Of 4-bit keys, every 32 tokens have cuts l, h of the range of their group
+(:func:`kvq_kernels.reference.cut_meta`), and with n = (32 - l - h) / 32
+
+    logit = sum_d (q_d s_d n_d) code_d + sum_d q_d s_d l_d 15 / 32 + sum_d q_d z_d
+
+where q_d s_d and the last sum are a tile's, and the rest is made for each of its two runs of tokens
+(:func:`_cut_scores`). What must not overflow or vanish in fp16:
 
 * q_d s_d: a scale is at most 2 * 65504 / levels, since sealing saturates; queries with
   larger elements than that allows are divided by a power of two, which multiplies the fp32 sum
-  again. It is one for all rows of a program.
+  again. It is one for all rows of a program. Cuts make scales smaller.
 * p_t s_t: the running maximum is of logit + the exponent of s, so that the largest p_t s_t is
   close to 2^15, however large or small the scales are.
-* the 1024 in front of the codes: taken away in fp32, by the sum of the *rounded* operands.
+* the 1024 in front of the codes: taken away by the fp32 sum of the *rounded* operands. For keys
+  that is a product with a matrix of -1024, whose rows are all the same: the compiler makes one
+  matrix instruction of them.
 """
 
 from __future__ import annotations
@@ -34,6 +42,7 @@ import torch
 import triton
 from triton import language as tl
 
+from kvq_kernels import formats
 from kvq_kernels.formats import Format
 from kvq_kernels.interface import AttentionParams, Batch, LayerCache
 from kvq_kernels.triton import tuning
@@ -41,6 +50,7 @@ from kvq_kernels.triton.common import (
     bytes_to_fp16,
     dot_dtype,
     meta_scale,
+    meta_scales,
     meta_zero,
     nibbles_to_fp16,
     record_constants,
@@ -50,6 +60,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 LOWEST = tl.constexpr(-1e30)
 """Where running maxima begin: finite, so that hidden logits, -inf, weigh exp2(-inf) = 0."""
 MAX_SPLITS = 128
+CUT_TOKENS = tl.constexpr(formats.CUT_TOKENS)
 
 
 # --- kernels ---------------------------------------------------------------------------------
@@ -150,6 +161,7 @@ def _walk_units(
     ANCHOR: tl.constexpr,
     VALUE_CODES: tl.constexpr,
     KEY_META: tl.constexpr,
+    KEY_CUTS: tl.constexpr,
     VALUE_META: tl.constexpr,
     BLOB_BYTES: tl.constexpr,
     RECORD_BYTES: tl.constexpr,
@@ -166,7 +178,7 @@ def _walk_units(
 
     Four-bit codes come in pairs. A byte of keys holds channels c and c + HEAD_SIZE / 2, so the
     query is kept as two halves; a byte of values holds tokens t and t + GROUP_SIZE / 2, so a tile
-    is two runs of tokens, and the names of what belongs to a half end in 0 and 1.
+    is two runs of tokens. The names of what belongs to a half or a run end in 0 and 1.
 
     Codes are loaded right before their product: the pipeliner keeps tiles in shared memory and
     reads one into registers where its load stands. Their addresses are a scalar of the iteration
@@ -189,8 +201,13 @@ def _walk_units(
     key_byte = tl.arange(0, KEY_BYTES_PAD)
     inside_key = key_byte < KEY_BYTES
     run = tl.arange(0, RUN)
-    row = tl.arange(0, TILE)
-    row_token = row % RUN + row // RUN * (GROUP_SIZE // 2)  # of the group, from `token` on
+    key_offsets = run[:, None] * KEY_BYTES + key_byte[None, :]
+    RUN_CUTS: tl.constexpr = GROUP_SIZE // 2 // CUT_TOKENS * HEAD_SIZE
+    cut_offsets = (
+        key_byte[:, None, None]
+        + (tl.arange(0, 2) * KEY_BYTES)[None, :, None]
+        + (tl.arange(0, 2) * RUN_CUTS)[None, None, :]
+    )
 
     query_mask = valid[None, :] & inside_key[:, None]
     query0 = tl.load(query_rows[None, :] + key_byte[:, None], mask=query_mask, other=0.0)
@@ -207,9 +224,8 @@ def _walk_units(
     query0 = (query0 / factor).to(EXACT)
     query1 = (query1 / (16.0 * factor)).to(EXACT) if KEY_BITS == 4 else query0
     factor *= scale_log2
-    # The bias's terms are summed as 1024ths, which are exact and save a multiplication each.
-    bias_query0 = query0.to(tl.float32) / 1024.0
-    bias_query1 = query1.to(tl.float32) / 64.0  # with the high nibble's 16
+    bias_query0 = query0.to(tl.float32)
+    bias_query1 = 16.0 * query1.to(tl.float32)
 
     anchor = tl.zeros([ROWS], tl.float32)
     if ANCHOR:
@@ -234,68 +250,93 @@ def _walk_units(
         value_meta = (blob + VALUE_META).to(tl.pointer_type(tl.int32)) + token
 
         key_meta0 = tl.load(key_meta + key_byte, mask=inside_key, other=0)
-        value_meta = tl.load(value_meta + row_token)
+        value_meta0 = tl.load(value_meta + run)
+        if VALUE_BITS == 4:
+            value_meta1 = tl.load(value_meta + GROUP_SIZE // 2 + run)
 
-        # Fold the key scales into the query; the bias collects zeros and 1024s.
-        zero0 = meta_zero(key_meta0).to(tl.float32)
+        # Fold the key scales into the query; the bias collects zeros.
+        scaled0 = (query0 * meta_scales(key_meta0, USE_ASM).to(EXACT)[:, None]).to(tl.float16)
+        terms = bias_query0 * meta_zero(key_meta0).to(tl.float32)[:, None]
         if KEY_BITS == 4:
             key_meta1 = tl.load(key_meta + KEY_BYTES + key_byte, mask=inside_key, other=0)
-            zero1 = meta_zero(key_meta1).to(tl.float32)
-            folded1 = (query1 * meta_scale(key_meta1).to(EXACT)[:, None]).to(tl.float16)
-            folded0 = query0 * meta_scale(key_meta0).to(EXACT)[:, None] - folded1.to(EXACT)
-            folded0 = folded0.to(tl.float16)
-            terms = bias_query0 * zero0[:, None] + bias_query1 * zero1[:, None]
-            terms -= folded0.to(tl.float32) + folded1.to(tl.float32)
-        else:
-            folded0 = (query0 * meta_scale(key_meta0).to(EXACT)[:, None]).to(tl.float16)
-            terms = bias_query0 * zero0[:, None] - folded0.to(tl.float32)
-        bias = 1024.0 * tl.sum(terms, 0)
+            scaled1 = (query1 * meta_scales(key_meta1, USE_ASM).to(EXACT)[:, None]).to(tl.float16)
+            terms += bias_query1 * meta_zero(key_meta1).to(tl.float32)[:, None]
+            cuts = tl.load(
+                (blob + KEY_CUTS + token // CUT_TOKENS * HEAD_SIZE) + cut_offsets,
+                mask=inside_key[:, None, None],
+                other=0,
+            )
+            cuts0, cuts1 = tl.split(cuts)
+        bias = tl.sum(terms, 0)
         if STRADDLES:  # a row reads the units before its own; its own is in the ring
             bias += tl.where(unit < query_pos // UNIT_SIZE, 0.0, float("-inf"))
 
-        keys = tl.load(
-            (blob + token * KEY_BYTES) + (row_token[:, None] * KEY_BYTES + key_byte[None, :]),
-            mask=inside_key[None, :],
-            other=0,
-        )
-        scores = tl.broadcast_to(bias[None, :], (TILE, ROWS))
+        keys = tl.load((blob + token * KEY_BYTES) + key_offsets, mask=inside_key[None, :], other=0)
         if KEY_BITS == 4:
-            low, byte = nibbles_to_fp16(keys, USE_ASM)
-            scores = tl.dot(byte, folded1, tl.dot(low, folded0, scores))
+            scores0 = _cut_scores(keys, scaled0, scaled1, cuts0, bias, USE_ASM)
         else:
-            scores = tl.dot(bytes_to_fp16(keys, USE_ASM), folded0, scores)
+            scores0 = _byte_scores(keys, scaled0, bias, USE_ASM)
         if ANCHOR:
             if tile == 0:
                 first_token = anchor
                 if STRADDLES:
                     first_token += tl.where(query_pos < UNIT_SIZE, float("-inf"), 0.0)
-                scores = tl.where((row == 0)[:, None], first_token[None, :], scores)
-        key_pos = tile // TILES_PER_BLOB * GROUP_SIZE + token + row_token
-        logits = scores * factor
-        logits = _mask(
-            logits, key_pos, query_pos, slopes, soft_cap_log2, window, SOFT_CAP, ALIBI, WINDOW
+                scores0 = tl.where((run == 0)[:, None], first_token[None, :], scores0)
+        key_pos = tile // TILES_PER_BLOB * GROUP_SIZE + token + run
+        logits0 = _mask(
+            scores0 * factor,
+            key_pos,
+            query_pos,
+            slopes,
+            soft_cap_log2,
+            window,
+            SOFT_CAP,
+            ALIBI,
+            WINDOW,
         )
-        candidates = tl.max(logits + _exponent(value_meta)[:, None], 0)
-        new_max = tl.maximum(running_max, candidates)
+        candidates = logits0 + _exponent(value_meta0)[:, None]
+        if VALUE_BITS == 4:
+            keys = tl.load(
+                (blob + (token + GROUP_SIZE // 2) * KEY_BYTES) + key_offsets,
+                mask=inside_key[None, :],
+                other=0,
+            )
+            if KEY_BITS == 4:
+                scores1 = _cut_scores(keys, scaled0, scaled1, cuts1, bias, USE_ASM)
+            else:
+                scores1 = _byte_scores(keys, scaled0, bias, USE_ASM)
+            logits1 = _mask(
+                scores1 * factor,
+                key_pos + GROUP_SIZE // 2,
+                query_pos,
+                slopes,
+                soft_cap_log2,
+                window,
+                SOFT_CAP,
+                ALIBI,
+                WINDOW,
+            )
+            candidates = tl.maximum(candidates, logits1 + _exponent(value_meta1)[:, None])
+        new_max = tl.maximum(running_max, tl.max(candidates, 0))
         rescale = tl.exp2(running_max - new_max)
         running_max = new_max
 
         # Fold the value scales into the weights; zeros and 1024s go to every channel alike.
-        weights = tl.exp2(logits - new_max[None, :])
-        scaled = weights * meta_scale(value_meta).to(tl.float32)[:, None]
-        zeros = weights * meta_zero(value_meta).to(tl.float32)[:, None]
+        weights = tl.exp2(logits0 - new_max[None, :])
+        scaled_weights = weights * meta_scale(value_meta0).to(tl.float32)[:, None]
+        shared = weights * meta_zero(value_meta0).to(tl.float32)[:, None]
         if VALUE_BITS == 4:
-            weights0, weights1 = _runs(weights, RUN, ROWS)
-            scaled0, scaled1 = _runs(scaled, RUN, ROWS)
-            zeros0, zeros1 = _runs(zeros, RUN, ROWS)
-            total = total * rescale[None, :] + (weights0 + weights1)
-            operand1 = scaled1.to(tl.float16) * 0.0625
-            operand0 = (scaled0 - operand1.to(tl.float32)).to(tl.float16)
-            shared = zeros0 + zeros1 - 1024.0 * (operand0.to(tl.float32) + operand1.to(tl.float32))
+            weights1 = tl.exp2(logits1 - new_max[None, :])
+            shared += weights1 * meta_zero(value_meta1).to(tl.float32)[:, None]
+            scaled_weights1 = weights1 * meta_scale(value_meta1).to(tl.float32)[:, None]
+            weights += weights1
+            operand1 = scaled_weights1.to(tl.float16) * 0.0625
+            operand0 = (scaled_weights - operand1.to(tl.float32)).to(tl.float16)
+            shared -= 1024.0 * (operand0.to(tl.float32) + operand1.to(tl.float32))
         else:
-            total = total * rescale[None, :] + weights
-            operand0 = scaled.to(tl.float16)
-            shared = zeros - 1024.0 * operand0.to(tl.float32)
+            operand0 = scaled_weights.to(tl.float16)
+            shared -= 1024.0 * operand0.to(tl.float32)
+        total = total * rescale[None, :] + weights
         acc = acc * rescale[None, :] + tl.sum(shared, 0)[None, :]
 
         values = tl.load(
@@ -312,9 +353,42 @@ def _walk_units(
 
 
 @triton.jit
-def _runs(x, RUN: tl.constexpr, ROWS: tl.constexpr):
-    """Return the two runs of tokens of ``x[2 * RUN, ROWS]``. They lie in different registers."""
-    return tl.split(tl.permute(tl.reshape(x, [2, RUN, ROWS]), (1, 2, 0)))
+def _byte_scores(keys, scaled, bias, USE_ASM: tl.constexpr):
+    """Return the scores, fp32 ``[tokens, rows]``, of 8-bit keys ``[tokens, channels]``.
+
+    `scaled` is the query times the scales, fp16 ``[channels, rows]``, and `bias` what all tokens
+    have in common, fp32 ``[rows]``.
+    """
+    scores = tl.broadcast_to(bias[None, :], (keys.shape[0], bias.shape[0]))
+    minus_1024 = tl.full(keys.shape, -1024.0, tl.float16)
+    scores = tl.dot(minus_1024, scaled, scores)
+    return tl.dot(bytes_to_fp16(keys, USE_ASM), scaled, scores)
+
+
+@triton.jit
+def _cut_scores(keys, scaled0, scaled1, cuts, bias, USE_ASM: tl.constexpr):
+    """Return the scores of 4-bit keys that share their `cuts`, uint8 ``[len(scaled0), 2]``.
+
+    As :func:`_byte_scores`, for the two halves of channels; the second one is divided by 16.
+    """
+    cuts0, cuts1 = tl.split(cuts)
+    low0, byte0 = nibbles_to_fp16(cuts0, USE_ASM)  # 1024 more than they are
+    low1, byte1 = nibbles_to_fp16(cuts1, USE_ASM)
+    # low / 32 and 1 - low / 32 - high / 32, exactly, whether the compiler fuses operations or not.
+    shift0 = low0 * (1 / 32) - 32.0
+    shift1 = low1 * 0.5 - 512.0  # with the half's 16
+    narrowed0 = (33.0 - low0 * (1 / 32)) - (byte0 - low0) * (1 / 512)
+    narrowed1 = (33.0 - low1 * (1 / 32)) - (byte1 - low1) * (1 / 512)
+    folded1 = scaled1 * narrowed1[:, None]
+    folded0 = scaled0 * narrowed0[:, None] - folded1
+    shifts = scaled0 * shift0[:, None] + scaled1 * shift1[:, None]
+
+    scores = tl.broadcast_to(bias[None, :], (keys.shape[0], bias.shape[0]))
+    scores = tl.dot(tl.full(keys.shape, 15.0, tl.float16), shifts, scores)
+    minus_1024 = tl.full(keys.shape, -1024.0, tl.float16)
+    scores = tl.dot(minus_1024, folded1, tl.dot(minus_1024, folded0, scores))
+    low, byte = nibbles_to_fp16(keys, USE_ASM)
+    return tl.dot(byte, folded1, tl.dot(low, folded0, scores))
 
 
 @triton.jit
@@ -432,6 +506,7 @@ def _attend(
     ANCHOR: tl.constexpr,
     VALUE_CODES: tl.constexpr,
     KEY_META: tl.constexpr,
+    KEY_CUTS: tl.constexpr,
     VALUE_META: tl.constexpr,
     BLOB_BYTES: tl.constexpr,
     RECORD_BYTES: tl.constexpr,
@@ -507,6 +582,7 @@ def _attend(
                 ANCHOR,
                 VALUE_CODES,
                 KEY_META,
+                KEY_CUTS,
                 VALUE_META,
                 BLOB_BYTES,
                 RECORD_BYTES,

@@ -21,6 +21,7 @@ import torch
 import triton
 from triton import language as tl
 
+from kvq_kernels import formats
 from kvq_kernels.interface import AttentionParams, Batch, LayerCache
 from kvq_kernels.triton import tuning
 from kvq_kernels.triton.blocks import (
@@ -42,6 +43,8 @@ from kvq_kernels.triton.common import (
 )
 
 _LOG2_E = math.log2(math.e)
+CUT_TOKENS = tl.constexpr(formats.CUT_TOKENS)
+CUT_STEPS = tl.constexpr(formats.CUT_STEPS)
 _LOWEST = tl.constexpr(-1e30)
 """Where the running maximum starts: finite, so that differences of maxima are numbers."""
 
@@ -50,30 +53,29 @@ _LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _scale_and_limit(codes, meta, DTYPE: tl.constexpr):
-    """Return ``code * scale + zero``; `meta`, int32 words, broadcasts against `codes`.
+def _scale_and_limit(codes, scale, zero, DTYPE: tl.constexpr):
+    """Return ``code * scale + zero``; all are of `DTYPE`.
 
     Rounding of the scale can bring the largest code of an extreme range beyond fp16's largest
     number, where infinity would make the whole output NaN.
     """
-    x = codes * meta_scale(meta).to(DTYPE) + meta_zero(meta).to(DTYPE)
+    x = codes * scale + zero
     return tl.minimum(x, FP16_MAX) if tl.float16 == DTYPE else x
 
 
 @triton.jit
 def _dequantise_bytes(codes, meta, DTYPE: tl.constexpr, USE_ASM: tl.constexpr):
-    """Dequantise 8-bit `codes`; `meta` broadcasts against them."""
-    if tl.float16 == DTYPE:
-        return _scale_and_limit(bytes_to_fp16(codes, USE_ASM) - 1024.0, meta, DTYPE)
-    else:
-        return _scale_and_limit(codes.to(DTYPE), meta, DTYPE)
+    """Dequantise 8-bit `codes`; `meta`, int32 words, broadcasts against them."""
+    codes = bytes_to_fp16(codes, USE_ASM) - 1024.0 if tl.float16 == DTYPE else codes.to(DTYPE)
+    return _scale_and_limit(codes, meta_scale(meta).to(DTYPE), meta_zero(meta).to(DTYPE), DTYPE)
 
 
 @triton.jit
-def _dequantise_nibbles(codes, meta_low, meta_high, DTYPE: tl.constexpr, USE_ASM: tl.constexpr):
-    """Dequantise 4-bit `codes`, low and high nibbles in turns; each meta broadcasts against them.
+def _dequantise_nibbles(codes, low_meta, high_meta, DTYPE: tl.constexpr, USE_ASM: tl.constexpr):
+    """Dequantise 4-bit `codes`, low and high nibbles in turns.
 
-    ``[m, 2 * n]`` for codes ``[m, n]``.
+    Each meta is (scale, zero) of `DTYPE` and broadcasts against the codes. ``[m, 2 * n]`` for
+    codes ``[m, n]``.
     """
     if tl.float16 == DTYPE:
         low, byte = nibbles_to_fp16(codes, USE_ASM)
@@ -83,7 +85,8 @@ def _dequantise_nibbles(codes, meta_low, meta_high, DTYPE: tl.constexpr, USE_ASM
         low = (codes & 15).to(DTYPE)
         high = (codes >> 4).to(DTYPE)
     return tl.interleave(
-        _scale_and_limit(low, meta_low, DTYPE), _scale_and_limit(high, meta_high, DTYPE)
+        _scale_and_limit(low, low_meta[0], low_meta[1], DTYPE),
+        _scale_and_limit(high, high_meta[0], high_meta[1], DTYPE),
     )
 
 
@@ -104,28 +107,85 @@ def _once_per_program(x, USE_ASM: tl.constexpr):
 
 
 @triton.jit
-def _load_sealed_keys(
-    blob, tokens, FMT: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
+def _load_key_meta(
+    blob,
+    column,
+    half,
+    FMT: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    TILE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    EXCHANGE: tl.constexpr,
 ):
-    """Load the keys of a blob's `tokens`, ``[len(tokens), BLOCK_D]``, 0 beyond the head size.
+    """Load scale and zero of half of the channels of 4-bit keys, for a tile from `column` on.
+
+    `DTYPE` ``[TILE, BLOCK_W]`` each, tokens in the order of :func:`_tokens`: its two runs come in
+    turns, and within a run they are the same. With `EXCHANGE` they are made once per program.
+    """
+    WIDTH: tl.constexpr = FMT.head_size // 2
+    columns = tl.arange(0, BLOCK_W)
+    meta = (blob + FMT.key_meta_offset).to(tl.pointer_type(tl.int32)) + half * WIDTH
+    words = tl.load(meta + columns, mask=columns < WIDTH, other=0)[None, :]
+    scale, zero = meta_scale(words).to(tl.float32), meta_zero(words).to(tl.float32)
+
+    # Four cuts a load: Triton does not load ahead what is less than 32 bits wide.
+    RUN_CUTS: tl.constexpr = FMT.key_group_size // 2 // CUT_TOKENS * FMT.head_size
+    cuts = blob + FMT.key_cuts_offset + half * WIDTH + column // CUT_TOKENS * FMT.head_size
+    runs = tl.arange(0, 2)[:, None] * (RUN_CUTS // 4)
+    fours = tl.arange(0, BLOCK_W // 4)[None, :]
+    cuts = tl.load(
+        cuts.to(tl.pointer_type(tl.int32)) + (runs + fours), mask=fours < WIDTH // 4, other=0
+    )
+    cuts = (cuts[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]).reshape([2, BLOCK_W])
+    low, high = (cuts & 15).to(tl.float32), (cuts >> 4 & 15).to(tl.float32)
+    zero = (zero + scale * (low * (15 / CUT_STEPS))).to(DTYPE)
+    scale = (scale * (1.0 - (low + high) * (1 / CUT_STEPS))).to(DTYPE)
+    return _in_turns(scale, TILE, EXCHANGE), _in_turns(zero, TILE, EXCHANGE)
+
+
+@triton.jit
+def _in_turns(x, TILE: tl.constexpr, EXCHANGE: tl.constexpr):
+    """Return row 0 and row 1 of ``x[2, n]`` in turns, ``[TILE, n]``."""
+    if x.dtype == tl.float16:
+        x = _once_per_program(x, EXCHANGE)
+    return tl.broadcast_to(x[None, :, :], [TILE // 2, 2, x.shape[1]]).reshape([TILE, x.shape[1]])
+
+
+@triton.jit
+def _load_sealed_keys(
+    blob,
+    column,
+    tokens,
+    FMT: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
+    SHARE: tl.constexpr,
+):
+    """Load the keys of a blob's `tokens`, ``[TILE, BLOCK_D]``, 0 beyond the head size.
 
     At 4 bits, a byte holds channels c and c + D / 2; they come in turns.
     """
     WIDTH: tl.constexpr = FMT.head_size * FMT.key_bits // 8
-    columns = tl.arange(0, BLOCK_D * FMT.key_bits // 8)
+    BLOCK_W: tl.constexpr = BLOCK_D * FMT.key_bits // 8
+    columns = tl.arange(0, BLOCK_W)
     inside = columns < WIDTH
-    meta = (blob + FMT.key_meta_offset).to(tl.pointer_type(tl.int32)) + columns
     codes = tl.load(
         blob + FMT.key_codes_offset + tokens[:, None] * WIDTH + columns[None, :],
         mask=inside[None, :],
         other=0,
     )
-    words = tl.load(meta, mask=inside, other=0)[None, :]
     if FMT.key_bits == 8:
+        meta = (blob + FMT.key_meta_offset).to(tl.pointer_type(tl.int32)) + columns
+        words = tl.load(meta, mask=inside, other=0)[None, :]
         return _dequantise_bytes(codes, words, DTYPE, ASM)
     else:
-        high_words = tl.load(meta + WIDTH, mask=inside, other=0)[None, :]
-        return _dequantise_nibbles(codes, words, high_words, DTYPE, ASM)
+        # Where one warp dequantises for all, it need not be told its scales by others.
+        EXCHANGE: tl.constexpr = ASM and not SHARE
+        low_meta = _load_key_meta(blob, column, 0, FMT, BLOCK_W, TILE, DTYPE, EXCHANGE)
+        high_meta = _load_key_meta(blob, column, 1, FMT, BLOCK_W, TILE, DTYPE, EXCHANGE)
+        return _dequantise_nibbles(codes, low_meta, high_meta, DTYPE, ASM)
 
 
 @triton.jit
@@ -155,7 +215,10 @@ def _load_sealed_values(
     if FMT.value_bits == 8:
         return _dequantise_bytes(codes, words, DTYPE, ASM)
     else:
-        return _dequantise_nibbles(codes, words, tl.load(meta + WIDTH)[None, :], DTYPE, ASM)
+        high_words = tl.load(meta + WIDTH)[None, :]
+        low_meta = (meta_scale(words).to(DTYPE), meta_zero(words).to(DTYPE))
+        high_meta = (meta_scale(high_words).to(DTYPE), meta_zero(high_words).to(DTYPE))
+        return _dequantise_nibbles(codes, low_meta, high_meta, DTYPE, ASM)
 
 
 @triton.jit
@@ -412,7 +475,9 @@ def _prefill_kernel(
                 )
                 column = position % G * FMT.value_bits // 8
                 tokens = _tokens(column, FMT, SEALED_TILE)
-                k = _load_sealed_keys(blob, tokens, FMT, BLOCK_D, SEALED_DTYPE, USE_ASM)
+                k = _load_sealed_keys(
+                    blob, column, tokens, FMT, BLOCK_D, SEALED_TILE, SEALED_DTYPE, USE_ASM, SHARE
+                )
                 if SHARE:
                     k = _once_per_program(k, USE_ASM)
                 products = tl.dot(q_sealed, tl.trans(k), input_precision="ieee")

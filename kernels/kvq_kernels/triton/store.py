@@ -17,6 +17,7 @@ import torch
 import triton
 from triton import language as tl
 
+from kvq_kernels import formats
 from kvq_kernels.interface import Batch, LayerCache
 from kvq_kernels.triton import tuning
 from kvq_kernels.triton.blocks import (
@@ -33,7 +34,9 @@ from kvq_kernels.triton.blocks import (
 RING_TILE = 16
 """Tokens that one program writes to the ring at a time."""
 
-
+CUT_TOKENS = tl.constexpr(formats.CUT_TOKENS)
+CUT_STEPS = tl.constexpr(formats.CUT_STEPS)
+MAX_CUT = tl.constexpr(float(formats.MAX_CUT))
 _TO_INTEGER = tl.constexpr(12582912.0)
 """1.5 * 2**23: adding it leaves a small number, rounded half to even, in the low bits."""
 
@@ -51,18 +54,83 @@ def _quantise(x, in_range, LEVELS: tl.constexpr, AXIS: tl.constexpr):
         int32 words of fp16 scale and fp16 zero, the scale first in memory; int32 codes.
 
     """
+    low, high = _range(x, in_range, AXIS)
+    scale, zero = _choose_meta(low, high, LEVELS)
+    codes = _encode(x, zero.to(tl.float32), _inverse(scale.to(tl.float32)), LEVELS)
+    return tl.reshape(_words(scale, zero), [x.shape[1 - AXIS]]), codes
+
+
+@triton.jit
+def _quantise_cut(x, in_range, LEVELS: tl.constexpr):
+    """Quantise fp32 ``x[parts, CUT_TOKENS, channels]``, as ``reference._quantise_keys``.
+
+    Returns:
+        int32 words of fp16 scale and fp16 zero, ``[channels]``; cuts, int32 ``[parts, channels]``;
+        int32 codes, shape of `x`.
+
+    """
+    lows, highs = _range(x, in_range, 1)
+    scale, zero = _choose_meta(
+        tl.min(lows, 0, keep_dims=True), tl.max(highs, 0, keep_dims=True), LEVELS
+    )
+    words = tl.reshape(_words(scale, zero), [x.shape[2]])
+    scale, zero = scale.to(tl.float32), zero.to(tl.float32)
+    inverse = _inverse(scale)
+
+    empty = lows > highs  # the part leaves nothing out, and its infinities may not be computed with
+    STEPS_PER_LEVEL: tl.constexpr = CUT_STEPS / LEVELS
+    low = (tl.where(empty, 0.0, lows) - zero) * inverse * STEPS_PER_LEVEL
+    high = (tl.where(empty, 0.0, highs) - zero) * inverse
+    high = (high * -1.0 + LEVELS) * STEPS_PER_LEVEL
+    low = tl.where(empty, 0, _round(low, MAX_CUT))
+    high = tl.where(empty, 0, _round(high, MAX_CUT))
+
+    part_zero = zero + scale * (low.to(tl.float32) * (LEVELS / CUT_STEPS))
+    part_scale = scale * ((low + high).to(tl.float32) * (-1 / CUT_STEPS) + 1.0)
+    codes = _encode(x, part_zero, _inverse(part_scale), LEVELS)
+    return words, tl.reshape(low | high << 4, [x.shape[0], x.shape[2]]), codes
+
+
+@triton.jit
+def _range(x, in_range, AXIS: tl.constexpr):
+    """Return the least and greatest element with `in_range`; infinity and -infinity if none is."""
     low = tl.min(tl.where(in_range, x, float("inf")), AXIS, keep_dims=True)
     high = tl.max(tl.where(in_range, x, float("-inf")), AXIS, keep_dims=True)
+    return low, high
+
+
+@triton.jit
+def _choose_meta(low, high, LEVELS: tl.constexpr):
+    """Return scale and zero, fp16, of a range."""
     empty = low > high
     low, high = tl.where(empty, 0.0, low), tl.where(empty, 0.0, high)
-    scale, zero = tl.div_rn(high - low, LEVELS).to(tl.float16), low.to(tl.float16)
+    return tl.div_rn(high - low, LEVELS).to(tl.float16), low.to(tl.float16)
+
+
+@triton.jit
+def _words(scale, zero):
+    """Return int32 words of fp16 scale and fp16 zero, the scale first in memory."""
     word = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    word |= zero.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return word | zero.to(tl.int16, bitcast=True).to(tl.int32) << 16
+
+
+@triton.jit
+def _inverse(scale):
+    """Return 1 / fp32 `scale`, 0 where it is 0."""
     positive = scale > 0
-    inverse = tl.where(positive, tl.div_rn(1.0, tl.where(positive, scale, 1.0).to(tl.float32)), 0.0)
-    steps = tl.clamp((x - zero.to(tl.float32)) * inverse, 0.0, LEVELS)
-    codes = (steps + _TO_INTEGER).to(tl.int32, bitcast=True) & 0xFF
-    return tl.reshape(word, [x.shape[1 - AXIS]]), codes
+    return tl.where(positive, tl.div_rn(1.0, tl.where(positive, scale, 1.0)), 0.0)
+
+
+@triton.jit
+def _encode(x, zero, inverse, LEVELS: tl.constexpr):
+    """Return int32 codes of fp32 `x`."""
+    return _round((x - zero) * inverse, LEVELS)
+
+
+@triton.jit
+def _round(x, LARGEST: tl.constexpr):
+    """Return fp32 `x` as int32, limited to 0 and `LARGEST` of up to 255."""
+    return (tl.clamp(x, 0.0, LARGEST) + _TO_INTEGER).to(tl.int32, bitcast=True) & 0xFF
 
 
 @triton.jit
@@ -75,17 +143,20 @@ def _seal_keys(
     RING_CAPACITY: tl.constexpr,
     RING_BLOCK: tl.constexpr,
 ):
-    """Write key codes and meta of the blob that starts at position `first`.
+    """Write key codes, meta and cuts of the blob that starts at position `first`.
 
     `TILE` bytes of each token's codes at a time.
     """
     G: tl.constexpr = FMT.key_group_size
     BITS: tl.constexpr = FMT.key_bits
     WIDTH: tl.constexpr = FMT.head_size * BITS // 8
+    PARTS: tl.constexpr = [FMT.num_cuts, CUT_TOKENS, TILE]
     positions = first + tl.arange(0, G)
     choosing = positions > 0 if FMT.anchor else positions >= 0
     codes = blob + FMT.key_codes_offset + tl.arange(0, G)[:, None] * WIDTH
     meta = (blob + FMT.key_meta_offset).to(tl.pointer_type(tl.int32))
+    if FMT.num_cuts:
+        cuts = blob + FMT.key_cuts_offset + tl.arange(0, FMT.num_cuts)[:, None] * FMT.head_size
     for column in tl.range(0, WIDTH, TILE):
         columns = column + tl.arange(0, TILE)
         inside = columns < WIDTH
@@ -96,7 +167,14 @@ def _seal_keys(
                 source, positions, positions >= 0, channels, inside, RING_CAPACITY, RING_BLOCK
             ).to(tl.float32)
             in_range = is_finite(x) & choosing[:, None]
-            words, part_codes = _quantise(limit(x), in_range, 2.0**BITS - 1, AXIS=0)
+            if FMT.num_cuts:
+                words, part_cuts, part_codes = _quantise_cut(
+                    limit(x).reshape(PARTS), in_range.reshape(PARTS), 2.0**BITS - 1
+                )
+                part_codes = part_codes.reshape([G, TILE])
+                tl.store(cuts + channels[None, :], part_cuts.to(tl.uint8), mask=inside[None, :])
+            else:
+                words, part_codes = _quantise(limit(x), in_range, 2.0**BITS - 1, AXIS=0)
             tl.store(meta + channels, words, mask=inside)
             packed |= part_codes << part * BITS
         tl.store(codes + columns[None, :], packed.to(tl.uint8), mask=inside[None, :])
@@ -465,7 +543,7 @@ def _seal(
     num_tokens, num_kv_heads, head_size = key.shape
     if num_requests == 0:
         return
-    cut = tuning.seal_tuning(fmt)
+    cut = tuning.seal_tuning(fmt, tuning.device_info(key.device).arch)
     grid = (num_tiles(num_tokens, num_requests, fmt.unit_size, 1), num_kv_heads, fmt.num_blobs)
     _seal_kernel[grid](
         key,

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kvq_kernels.formats import Format
+from kvq_kernels.formats import CUT_TOKENS, Format
 from kvq_kernels.triton.common import is_interpreted
 
 OVERRIDES: dict[str, dict[str, int]] = json.loads(os.environ.get("KVQ_TUNING", "{}"))
@@ -64,7 +64,8 @@ class DecodeTuning:
     Attributes:
         num_warps: warps per program.
         num_stages: depth of the software pipeline, the block table's load included.
-        tile: sealed tokens per iteration, a divisor of the key group size.
+        tile: sealed tokens per iteration, a divisor of the key group size; with 4-bit keys at most
+            64, so that each of its two runs has the same cuts.
         ring_tile: tokens of the ring per iteration.
         max_rows: most query rows (query heads of a kv head times new tokens) per program.
         min_rows: fewest rows of a matrix product.
@@ -92,6 +93,9 @@ def decode_tuning(fmt: Format, dtype: torch.dtype, rows: int, arch: str) -> Deco
         rows: query rows per kv head and request: heads that share it times new tokens.
         arch: of the device.
 
+    Raises:
+        ValueError: ``KVQ_TUNING`` names a tile that reads wrong scales.
+
     """
     tile = min(64, fmt.key_group_size)
     if arch.startswith("gfx"):  # below 16 rows there is no matrix instruction
@@ -102,7 +106,14 @@ def decode_tuning(fmt: Format, dtype: torch.dtype, rows: int, arch: str) -> Deco
         tuned = DecodeTuning(num_warps=1, tile=tile, programs_per_multiprocessor=8)
     else:
         tuned = DecodeTuning(tile=tile)
-    return _overridden(tuned, "decode")
+    tuned = _overridden(tuned, "decode")
+    if fmt.key_group_size % tuned.tile or (fmt.num_cuts and tuned.tile > 2 * CUT_TOKENS):
+        raise ValueError(
+            f"KVQ_TUNING cuts decode into tiles of {tuned.tile} tokens, which do not suit "
+            f"{fmt.name} in groups of {fmt.key_group_size}: use a divisor, with kvq-int4 up to "
+            f"{2 * CUT_TOKENS}."
+        )
+    return tuned
 
 
 @dataclass(frozen=True)
@@ -113,7 +124,8 @@ class PrefillTuning:
         num_warps: warps per program.
         num_stages: depth of the software pipeline.
         rows: query rows per program: tokens times heads.
-        sealed_tile: sealed tokens per iteration, a power of two up to the key group size.
+        sealed_tile: sealed tokens per iteration, a power of two up to the key group size; with
+            4-bit keys at most 64, so that each of its two runs has the same cuts.
         open_tile: tokens of the open unit per iteration.
         share: whether one warp dequantises for all; see ``prefill._once_per_program``.
         rotation_width: channels of values that are rotated back in one matrix product.
@@ -137,7 +149,7 @@ def prefill_tuning(fmt: Format, arch: str) -> PrefillTuning:
     """Return the prefill kernel's tuning: the most query rows that leave no register spilled.
 
     Raises:
-        ValueError: ``KVQ_TUNING`` names a tile that Triton cannot compile.
+        ValueError: ``KVQ_TUNING`` names a tile that Triton cannot compile, or of wrong scales.
 
     """
     wide = fmt.head_size > 128  # a warp's sums alone are half of its registers, or all on AMD
@@ -168,11 +180,17 @@ def prefill_tuning(fmt: Format, arch: str) -> PrefillTuning:
 
 
 def _check_prefill(tuned: PrefillTuning, fmt: Format, arch: str) -> None:
-    """Refuse what kills the process: Triton 3.9 ends in "Illegal shared layout".
+    """Refuse runs of tokens with more than one cut, and what kills the process.
 
-    It does so where operands of matrix products lie in shared memory, that is from 64 rows up on
-    sm_90 and later but sm_120, if tiles of 4-bit values are narrow and their heads wide.
+    Triton 3.9 ends in "Illegal shared layout" where operands of matrix products lie in shared
+    memory, that is from 64 rows up on sm_90 and later but sm_120, if tiles of 4-bit values are
+    narrow and their heads wide.
     """
+    if fmt.num_cuts and tuned.sealed_tile > 2 * CUT_TOKENS:
+        raise ValueError(
+            f"KVQ_TUNING cuts prefill into a sealed_tile of {tuned.sealed_tile} tokens: {fmt.name} "
+            f"takes up to {2 * CUT_TOKENS}."
+        )
     in_shared_memory = (
         arch.startswith("sm_") and arch not in _OPERANDS_IN_REGISTERS and tuned.rows >= 64
     )
@@ -201,15 +219,18 @@ class SealTuning:
     value_tile: int
 
 
-def seal_tuning(fmt: Format) -> SealTuning:
+def seal_tuning(fmt: Format, arch: str) -> SealTuning:
     """Return tiles that leave a thread about 32 fp32 numbers at a time, whatever the sizes.
 
-    Half as many keys where values have 8 bits as well, or sm_100 and sm_120 spill 16 bytes.
+    Half as many keys where values have 8 bits as well, or sm_100 and sm_120 spill 16 bytes; and
+    where keys have 4 bits, or sm_80 does: every part of a group has a scale of its own. AMD's warps
+    have 64 threads, and 8 of them spill.
     """
     budget = 4096 if fmt.value_bits == 4 else 2048
     width = fmt.head_size * fmt.key_bits // 8
+    many_warps = fmt.head_size > 128 or (fmt.key_bits == 4 and not arch.startswith("gfx"))
     tuned = SealTuning(
-        num_warps=8 if fmt.head_size > 128 else 4,
+        num_warps=8 if many_warps else 4,
         key_tile=min(1 << (width - 1).bit_length(), budget // fmt.key_group_size),
         value_tile=min(fmt.key_group_size * fmt.value_bits // 8, 32),
     )
