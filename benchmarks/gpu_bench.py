@@ -43,7 +43,7 @@ import triton
 
 from kvq_kernels import SCHEMES, AttentionParams, Batch, Format, LayerCache, reference
 from kvq_kernels import triton as kernels
-
+from kvq_kernels.formats import DEFAULT_UNIT_SIZE
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRET else "cuda")
