@@ -73,8 +73,8 @@ def command(
         int | None, typer.Option(help="As vLLM's option; matters to sliding windows.")
     ] = None,
     unit_size: Annotated[
-        int | None, typer.Option(help="As in additional_config; default: each format's own.")
-    ] = None,
+        int, typer.Option(help="Tokens sealed together, as in additional_config.")
+    ] = 128,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float16 or float32, in place of the model's.")
     ] = None,
