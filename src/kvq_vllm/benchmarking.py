@@ -24,7 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from kvq_vllm.errors import KVQError
-from kvq_vllm.evaluation.runner import check_formats, check_model, engine_environment
+from kvq_vllm.evaluation.runner import (
+    check_formats,
+    check_model,
+    engine_environment,
+    require_vllm,
+)
 
 # vLLM's `bench serve` without its command line, which needs a distribution called `vllm`.
 _CLIENT = """
@@ -165,6 +170,7 @@ def bench_formats(
     """
     check_model(model)
     check_formats(formats)
+    require_vllm()
     capacities: dict[str, Capacity] = {}
 
     def measure(name: str) -> Round:

@@ -478,3 +478,28 @@ def test_layers_that_differ_in_kv_heads_get_a_warning() -> None:
     advice = " ".join(plan(mixed, use_vllm=False).advice)
     assert "differ in kv heads" in advice
     assert "differ in kv heads" not in " ".join(plan(_shape(), use_vllm=False).advice)
+
+
+@pytest.mark.parametrize("head_size", [40, 512])
+def test_a_head_size_without_kernels(
+    model: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, head_size: int
+) -> None:
+    folder = str(model(LLAMA_8B | {"head_dim": head_size}))
+    status, out, _ = kvq(capsys, monkeypatch, "plan", folder, "--formula")
+    assert status == 0
+    text = " ".join(out.split())
+    assert (
+        f"kvq formats do not serve this model (kvq-int8 does not support head size {head_size}"
+        in text
+    )
+
+
+def test_chunked_attention_is_not_served(model: Any) -> None:
+    shape = read_model(model(LLAMA_8B | {"attention_chunk_size": 8192}))
+    assert shape.unsupported == "its layers use chunked local attention"
+
+
+@pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "modernbert", "mamba", "mamba2"])
+def test_models_without_a_cache(model: Any, kind: str) -> None:
+    with pytest.raises(KVQError, match="keeps no KV cache, so there is nothing to plan"):
+        read_model(model({"model_type": kind, "hidden_size": 64, "num_hidden_layers": 2}))

@@ -99,7 +99,7 @@ def _print(results: list[BenchResult]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="medians over rounds; [lowest-highest] of the rounds")
+    table = Table(title="medians over rounds, with the lowest and highest ratio")
     for heading in ("", "output tokens/s", f"against {results[0].name}", "TTFT ms", "TPOT ms"):
         table.add_column(heading, justify="right" if heading else "left")
     table.add_column("cache tokens", justify="right")
@@ -110,7 +110,7 @@ def _print(results: list[BenchResult]) -> None:
         table.add_row(
             r.name,
             f"{r.median('output_tokens_per_second'):.1f}",
-            f"{r.throughput_ratio:.2f}x \\[{low:.2f}-{high:.2f}]",
+            f"{r.throughput_ratio:.2f}x\n({low:.2f} to {high:.2f})",
             f"{r.median('ttft_ms'):.0f}",
             f"{r.median('tpot_ms'):.1f}",
             "unknown" if capacity.tokens is None else f"{capacity.tokens:,}",

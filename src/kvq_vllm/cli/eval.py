@@ -72,6 +72,7 @@ def eval_command(
     """
     from kvq_vllm.evaluation import FULL, QUICK, TASKS, Settings, Size, evaluate
     from kvq_vllm.evaluation.report import check_requirements, write_report
+    from kvq_vllm.evaluation.runner import require_vllm
 
     if fail_on not in (None, "usable", "broken"):
         raise KVQError(f"--fail-on is {fail_on} but must be usable or broken.")
@@ -90,6 +91,7 @@ def eval_command(
         kvq=_json_object("--kvq", kvq),
         engine=_json_object("--engine", engine),
     )
+    require_vllm()
     if report:
         check_requirements()
     folder = out or Path(f"kvq-eval-{model.resolve().name}")
@@ -143,13 +145,15 @@ class _ProgressBars:
         self.what: tuple[str, str] | None = None
 
     def __enter__(self) -> _ProgressBars:
-        self.bars.start()
         return self
 
     def __exit__(self, *unused: object) -> None:
-        self.bars.stop()
+        if self.what is not None:
+            self.bars.stop()
 
     def show(self, progress: Progress) -> None:
+        if self.what is None:  # not before: an error that comes first shall have its line alone
+            self.bars.start()
         what = (progress.cache_dtype, progress.task)
         if what != self.what:
             if self.current is not None:  # "starting" has no end of its own

