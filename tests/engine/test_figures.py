@@ -67,7 +67,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"), [("kvq-int4", 2.6e-3), ("kvq-k8v4", 1.3e-3), ("kvq-int8", 1e-4)]
+    ("name", "limit"), [("kvq-int4", 2.2e-3), ("kvq-k8v4", 1.3e-3), ("kvq-int8", 1e-4)]
 )
 def test_kl_to_the_unquantised_cache(measured: dict[str, Any], name: str, limit: float) -> None:
     found = {f["criterion"]["name"]: f["estimate"]["mean"] for f in measured[name]["findings"]}
