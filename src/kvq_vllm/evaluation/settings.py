@@ -38,7 +38,7 @@ class Size:
 
 
 FULL = Size(prompts=4, context=3072, generated=2000)
-QUICK = Size(prompts=3, context=1024, generated=256)
+QUICK = Size(prompts=3, context=768, generated=192)
 
 
 @dataclass(frozen=True)
