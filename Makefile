@@ -40,10 +40,10 @@ lint: setup ## ruff and mypy
 	$(VENV_PYTHON) -m mypy
 
 # One thread for tests: engines and servers that run side by side would fight for the cores.
-test test-fast fuzz test-triton test-triton-oldest test-engine test-ray test-vllm-next support-matrix soak sanitize: export OMP_NUM_THREADS := 1
+test test-fast fuzz test-triton test-triton-oldest test-next test-engine test-ray test-vllm-next support-matrix soak sanitize: export OMP_NUM_THREADS := 1
 
 .PHONY: test
-test: lint test-fast test-triton test-triton-oldest test-engine ## lint, then every test
+test: lint test-fast test-triton test-triton-oldest test-next test-engine ## lint, then every test
 
 .PHONY: test-fast
 test-fast: setup ## the tests that start no vLLM engine
@@ -83,11 +83,21 @@ soak: setup ## load a server for MINUTES (5), then look for what it left behind
 	PYTHONPATH=$(CURDIR)/tests:$(CURDIR) $(VENV_PYTHON) -m tools.soak \
 		--minutes $(or $(MINUTES),5) $(ARGS)
 
+.PHONY: test-next
+test-next: setup ## the plugin's tests against the next vLLM, on this one's libraries
+	$(VENV_PYTHON) tools/vllm_next.py
+	PYTHONPATH=$(CURDIR)/.venv-next/overlay $(PYTEST) $(PARALLEL) tests/plugin \
+		--ignore tests/plugin/test_schedules.py $(ARGS)
+
 .PHONY: test-vllm-next
 test-vllm-next: setup ## the tests that use vLLM, or TESTS=..., against the next one on this one's libraries
 	$(VENV_PYTHON) tools/vllm_next.py
 	PYTHONPATH=$(CURDIR)/.venv-next/overlay $(PYTEST) $(or $(TESTS),tests/plugin tests/engine) \
 		--ignore tests/engine/test_figures.py $(ARGS)
+
+.PHONY: try-install
+try-install: setup ## install into a bare environment and try every command there
+	$(VENV_PYTHON) tools/try_install.py
 
 .PHONY: sanitize
 sanitize: setup ## the C++ kernels' tests under AddressSanitizer and UBSan

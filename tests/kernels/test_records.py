@@ -164,7 +164,7 @@ def test_an_outlier_costs_only_its_own_32_tokens_their_precision(group_size: int
 
 
 def test_a_part_without_finite_keys_is_not_cut() -> None:
-    fmt = Format.create("kvq-int4", 64)
+    fmt = Format.create("kvq-int4", 64, 256)
     key, value = _random_unit(fmt)
     key[32:64] = torch.nan
     key[64:96] = torch.inf

@@ -43,7 +43,7 @@ def assert_refused(model: Path, message: str, **options: Any) -> str:
 def test_a_plain_configuration_is_accepted(llama: Path) -> None:
     config = create_config(llama)
     assert config.cache_config.cache_dtype == "kvq-int4"
-    assert config.cache_config.block_size % 256 == 0
+    assert config.cache_config.block_size % 128 == 0
 
 
 @pytest.mark.parametrize("unit_size", [64, 128, 256])
@@ -55,10 +55,10 @@ def test_default_block_size_holds_whole_units(llama: Path, unit_size: int) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block_size": 64}, "--block-size 64 is no multiple of the kvq unit size 256: use a"),
+        ({"block_size": 64}, "--block-size 64 is no multiple of the kvq unit size 128: use a"),
         ({"block_size": 192}, "--block-size 192 is no multiple"),
-        ({"prefix_match_unit": 64}, "--prefix-match-unit 64 is not the block size 256"),
-        ({"prefix_match_unit": 512}, "--prefix-match-unit 512 is not the block size 256"),
+        ({"prefix_match_unit": 64}, "--prefix-match-unit 64 is not the block size 128"),
+        ({"prefix_match_unit": 512}, "--prefix-match-unit 512 is not the block size 128"),
         ({"additional_config": {"kvq": {"bits": 4}}}, "unknown key 'bits'"),
         ({"additional_config": {"kvq": {"unit_size": 96}}}, "unit_size is 96 but must be"),
         (
