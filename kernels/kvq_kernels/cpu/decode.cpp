@@ -16,14 +16,16 @@
 // Rounding the products by e_i changes a sum by sum(e_i code_i). What of it does not depend on the
 // codes, sum(e_i) times the middle code, goes into the bias, which halves the error.
 //
-// 4-bit keys have cuts: for every 32 tokens of a group, their part, the range of channel i lacks
-// low_i / 32 at its low end and high_i / 32 at its high end. So with f_i the query times the scale,
-// c_i = m + d_i the code and m = 7.5 the middle one, what the group's zero is short of the key is
+// 4-bit keys have cuts (reference.cut_meta): in a part of 32 tokens, channel i has low_i / 32 of its
+// group's range cut off at the low end and high_i / 32 at the high end. With f_i the query times the
+// group's scale and n_i = 32 - low_i - high_i, its share of the logit, beside query times zero, is
 //
-//     f_i (15 low_i / 32 + n_i / 32 c_i) = f_i n_i / 32 c_i + f_i 15 low_i / 32, n = 32 - low - high
+//     f_i n_i / 32 code_i + f_i 15 low_i / 32
 //
-// The weights of a part are those of the group times n_i / 32, rounded; the bias has the rest,
-// sum(f_i) m + sum(f_i (low_i - high_i)) m / 32 less what the weights bring with the middle code.
+// So the weights of a part are those of the group times n_i / 32, rounded again. Let m = 7.5, the
+// middle code. The bias takes the second term, and of the first what rounding loses at m, together
+//
+//     m sum(f_i) + m / 32 sum(f_i (low_i - high_i)) - m sum(weight_i)
 #include "attention.h"
 
 namespace kvq {
