@@ -7,18 +7,19 @@
 // rotates the sealed part back: a second parallel loop would make all threads wait for each other
 // once more, which is what costs most when others use the cores too.
 //
-// Sealed units are never dequantised. Per key group, the key scale is folded into the query, and the
-// product rounded to int16 with one factor per row; the logit is then an integer dot product with
-// the codes, times that factor, plus the dot product of query and zeros. The same for values: the
-// scale of a token is folded into its weight. All sums fit int32: 256 codes of up to 255 times
+// Sealed units are never dequantised. Per key group, the key scale is folded into the query, and
+// the product rounded to int16 with one factor per row; the logit is then an integer dot product
+// with the codes, times that factor, plus the dot product of query and zeros. The same for values:
+// the scale of a token is folded into its weight. All sums fit int32: 256 codes of up to 255 times
 // 32767 is less than 2^31.
 //
 // Rounding the products by e_i changes a sum by sum(e_i code_i). What of it does not depend on the
 // codes, sum(e_i) times the middle code, goes into the bias, which halves the error.
 //
-// 4-bit keys have cuts (reference.cut_meta): in a part of 32 tokens, channel i has low_i / 32 of its
-// group's range cut off at the low end and high_i / 32 at the high end. With f_i the query times the
-// group's scale and n_i = 32 - low_i - high_i, its share of the logit, beside query times zero, is
+// 4-bit keys have cuts (reference.cut_meta): in a part of 32 tokens, channel i has low_i / 32 of
+// its group's range cut off at the low end and high_i / 32 at the high end. With f_i the query
+// times the group's scale and n_i = 32 - low_i - high_i, its share of the logit, beside query times
+// zero, is
 //
 //     f_i n_i / 32 code_i + f_i 15 low_i / 32
 //
