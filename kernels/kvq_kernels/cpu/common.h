@@ -89,7 +89,7 @@ struct Record {
   int64_t head_size, unit_size, group, num_blobs;
   int64_t part, num_parts;  // tokens with one key scale and zero per channel; parts of a group
   int64_t key_row_bytes, value_row_bytes;  // K codes of a token, V codes of a channel
-  int64_t value_codes, key_meta, key_cuts, value_meta, blob_bytes;  // offsets in a blob; K codes at 0
+  int64_t value_codes, key_meta, key_cuts, value_meta, blob_bytes;  // in a blob; K codes at 0
   int64_t anchor_codes, anchor_meta, anchor_flag, content_bytes;  // offsets in the record
   bool anchor, has_cuts;
 
