@@ -50,7 +50,7 @@ def trials(folder: Path) -> list[Trial]:
     """Return what is tried; models without weights are written into `folder`."""
     model = str(MODEL)
     wide = _write_model(folder / "wide", head_dim=512)
-    odd = _write_model(folder / "odd", architectures=["NoSuchModel"], model_type="no-such-model")
+    odd = _write_model(folder / "odd", architectures=["NoSuchModel"])
     return [
         Trial(("--version",), 0, "kvq-vllm"),
         Trial(("doctor",), 0, "registered"),
@@ -61,14 +61,14 @@ def trials(folder: Path) -> list[Trial]:
         Trial(("bench", model, *SMALL_BENCH, "--server-args", SERVER), 0, "kvq-int4"),
         # What cannot work.
         Trial(("plan", "/no/such/model"), 2, "neither a folder with a config.json"),
-        Trial(("plan",), 2, "model"),
+        Trial(("plan",), 2, "Give either MODEL"),
         Trial(("plan", str(folder)), 2, "has no config.json"),
         Trial(("plan", model, "--kv-cache-memory", "64KiB"), 2, "Not one request"),
         Trial(("eval", "/no/such/model"), 2, "is not a folder"),
         Trial(("eval", model, "--formats", "kvq-int3"), 2, "There is no format kvq-int3"),
-        Trial(("eval", odd, "--no-report"), 2, "tokenizer"),
+        Trial(("eval", odd, "--no-report"), 2, "NoSuchModel"),
         Trial(("bench", "/no/such/model"), 2, "is not a folder"),
-        Trial(("bench", wide, *SMALL_BENCH), 2, "head size 512"),
+        Trial(("bench", wide, "--formats", "kvq-int4"), 2, "head size 512"),
     ]
 
 
@@ -77,9 +77,8 @@ def _write_model(folder: Path, **changes: object) -> str:
     folder.mkdir()
     config = json.loads((MODEL / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
-    if "architectures" not in changes:
-        for file in MODEL.glob("tokenizer*"):
-            (folder / file.name).write_bytes(file.read_bytes())
+    for file in MODEL.glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
     return str(folder)
 
 

@@ -347,10 +347,8 @@ def kvq(
         (["{bert}"], "keeps no KV cache, so there is nothing to plan"),
         (["{t5}"], "is an encoder-decoder model"),
         (["{llama}", "--memory", "16GiB"], "leave no room for a cache in 92% of 16.0 GiB: give"),
-        (
-            ["{llama}", "--kv-cache-memory", "100m"],
-            "of 4096 tokens fits in 100.0 MiB",
-        ),
+        (["{llama}", "--kv-cache-memory", "64k"], "of 4096 tokens fits in 0.1 MiB"),
+        (["{llama}", "--kv-cache-memory", "100m"], "of 4096 tokens fits in 100.0 MiB"),
         (["{llama}", "--context", "1m"], "--context 1048576 is longer than the 131072 positions"),
         (["{llama}", "--context", "0"], "--context 0 is no number of tokens"),
         (["{llama}", "--tp", "3"], "--tensor-parallel-size 3 does not divide the 32 query heads"),

@@ -174,6 +174,11 @@ def plan(
         if answer.in_flight_tokens:
             sizes = replace(sizes, in_flight_tokens=answer.in_flight_tokens)
     formats = [_plan_format(shape, f, sizes, contexts, cache_memory, answers) for f in FORMATS]
+    if not any(fit.requests for f in formats for fit in f.fits):
+        raise KVQError(
+            f"Not one request of {contexts[0]} tokens fits in {_size(cache_memory)} of "
+            "cache with any dtype: give more memory or devices, or a shorter context."
+        )
     formats = [_with_gains(f, formats[0]) for f in formats]
     asked = any(f.planned_by == "vllm" for f in formats)
     result = Plan(
@@ -187,11 +192,6 @@ def plan(
         formats=tuple(formats),
         advice=(),
     )
-    if not any(fit.requests for f in formats for fit in f.fits):
-        raise KVQError(
-            f"Not one request of {contexts[0]} tokens fits in {_size(cache_memory)} of "
-            "cache with any dtype: give more memory or devices, or a shorter context."
-        )
     return replace(result, advice=_advice(result, sizes, contexts))
 
 
