@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -277,4 +278,5 @@ def _first_line(error: str) -> str:
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     problems = [line for line in lines if " [type=" in line]
     line = (problems or lines)[0].partition(" [type=")[0].removeprefix("Value error, ")
+    line = textwrap.shorten(line, 300, placeholder=" …")  # vLLM lists every architecture it knows
     return line if line.endswith((".", "!")) else f"{line}."
