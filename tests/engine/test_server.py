@@ -110,4 +110,4 @@ def test_a_refusal_is_the_last_line_that_vllm_prints() -> None:
     )
     assert result.returncode != 0
     last = result.stderr.strip().splitlines()[-1]
-    assert "--block-size 48 is no multiple of the kvq unit size 256: use a multiple of" in last
+    assert "--block-size 48 is no multiple of the kvq unit size 128: use a multiple of" in last
