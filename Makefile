@@ -43,7 +43,7 @@ lint: setup ## ruff and mypy
 test test-fast fuzz test-triton test-triton-oldest test-next test-engine test-ray test-vllm-next support-matrix soak sanitize: export OMP_NUM_THREADS := 1
 
 .PHONY: test
-test: lint test-fast test-triton test-triton-oldest test-next test-engine ## lint, then every test
+test: lint test-fast test-triton test-triton-oldest test-engine ## lint, then every test
 
 .PHONY: test-fast
 test-fast: setup ## the tests that start no vLLM engine
