@@ -85,9 +85,8 @@ soak: setup ## load a server for MINUTES (5), then look for what it left behind
 
 .PHONY: test-next
 test-next: setup ## the plugin's tests against the next vLLM, on this one's libraries
-	$(VENV_PYTHON) tools/vllm_next.py
-	PYTHONPATH=$(CURDIR)/.venv-next/overlay $(PYTEST) $(PARALLEL) tests/plugin \
-		--ignore tests/plugin/test_schedules.py $(ARGS)
+	$(MAKE) test-vllm-next TESTS=tests/plugin \
+		ARGS="$(PARALLEL) --ignore tests/plugin/test_schedules.py $(ARGS)"
 
 .PHONY: test-vllm-next
 test-vllm-next: setup ## the tests that use vLLM, or TESTS=..., against the next one on this one's libraries

@@ -30,7 +30,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:  # sizes are needed where PyTorch is not installed: `kvq plan`
     import torch
@@ -41,7 +41,7 @@ DTYPE_PREFIX = "kvq-"
 MAX_HEAD_SIZE = 256
 HEAD_SIZE_MULTIPLE = 16
 UNIT_SIZES = (64, 128, 256)
-DEFAULT_UNIT_SIZE = 128
+DEFAULT_UNIT_SIZE: Final = 128
 MIN_KEY_GROUP_SIZE = 32
 SECTION_ALIGNMENT = 16
 _META_BYTES = 4  # fp16 scale, fp16 zero

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from kvq_kernels.formats import DTYPE_PREFIX, SCHEMES, Format
+from kvq_kernels.formats import DEFAULT_UNIT_SIZE, DTYPE_PREFIX, SCHEMES, Format
 from kvq_kernels.fp8 import FP8_DTYPES, Fp8Format, is_fp8
 from kvq_vllm.errors import KVQError
 
@@ -28,7 +28,7 @@ class KVQConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     unit_size: Literal[64, 128, 256] = Field(
-        128,
+        DEFAULT_UNIT_SIZE,
         description="Tokens sealed together; the newest up to this many stay unquantised.",
     )
     key_group_size: Literal[32, 64, 128, 256] | None = Field(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvq_kernels.formats import DEFAULT_UNIT_SIZE
 from kvq_vllm.cli.output import print_json
 from kvq_vllm.errors import KVQError
 
@@ -74,7 +75,7 @@ def command(
     ] = None,
     unit_size: Annotated[
         int, typer.Option(help="Tokens sealed together, as in additional_config.")
-    ] = 128,
+    ] = DEFAULT_UNIT_SIZE,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float16 or float32, in place of the model's.")
     ] = None,
@@ -187,13 +188,15 @@ def _show(plan: Plan, contexts: list[int]) -> None:
 
 
 def _title(plan: Plan) -> str:
+    from kvq_vllm.planning import show_size
+
     shape = plan.model
     devices = f" x {plan.tensor_parallel_size} devices" if plan.tensor_parallel_size > 1 else ""
     parts = [f"[bold]{shape.name}[/bold]", f"{len(shape.layers)} layers with a cache"]
     if plan.weight_bytes is not None:
         about = "about " if shape.weights_from == "estimate" else ""
-        parts.append(f"{about}{_gib(plan.weight_bytes)} of weights ({shape.weight_bits}-bit)")
-    parts.append(f"{_gib(plan.cache_bytes)} of cache")
+        parts.append(f"{about}{show_size(plan.weight_bytes)} of weights ({shape.weight_bits}-bit)")
+    parts.append(f"{show_size(plan.cache_bytes)} of cache")
     by = f"vLLM {plan.vllm_version}" if plan.vllm_version else "the formula"
     per_device = " per device" if devices else ""
     return f"{', '.join(parts)}{per_device}{devices}; planned by {by}"
@@ -227,10 +230,6 @@ def _notes(plan: Plan) -> list[str]:
             "give the cache that vLLM reports at start-up with --kv-cache-memory."
         )
     return notes
-
-
-def _gib(size: int) -> str:
-    return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 28 else f"{size / (1 << 20):.1f} MiB"
 
 
 def _tokens(count: int) -> str:

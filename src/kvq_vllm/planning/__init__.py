@@ -31,6 +31,7 @@ __all__ = [
     "default_contexts",
     "plan",
     "read_model",
+    "show_size",
 ]
 
 GIB = 1 << 30
@@ -176,7 +177,7 @@ def plan(
     formats = [_plan_format(shape, f, sizes, contexts, cache_memory, answers) for f in FORMATS]
     if not any(fit.requests for f in formats for fit in f.fits):
         raise KVQError(
-            f"Not one request of {contexts[0]} tokens fits in {_size(cache_memory)} of "
+            f"Not one request of {contexts[0]} tokens fits in {show_size(cache_memory)} of "
             "cache with any dtype: give more memory or devices, or a shorter context."
         )
     formats = [_with_gains(f, formats[0]) for f in formats]
@@ -315,9 +316,11 @@ def _with_gains(fmt: FormatPlan, baseline: FormatPlan) -> FormatPlan:
     return replace(fmt, fits=tuple(replace(a, gain=a.concurrency / b.concurrency) for a, b in fits))
 
 
-def _size(num_bytes: int) -> str:
-    unit, name = (GIB, "GiB") if num_bytes >= GIB else (1 << 20, "MiB")
-    return f"{num_bytes / unit:.1f} {name}"
+def show_size(num_bytes: int) -> str:
+    """Return a number of bytes for a human."""
+    if num_bytes >= GIB // 4:
+        return f"{num_bytes / GIB:.1f} GiB"
+    return f"{num_bytes / (1 << 20):.1f} MiB"
 
 
 # --- advice ----------------------------------------------------------------------------------
