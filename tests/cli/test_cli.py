@@ -34,6 +34,30 @@ def test_help_imports_neither_torch_nor_vllm() -> None:
     assert result.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["plans"], "No such command 'plans'"),
+        (["plan", "--nope"], "No such option: --nope"),
+        (["eval"], "Missing argument"),
+        (["bench", "--rounds", "0"], "--rounds"),
+        (["plan", "--layers", "many"], "--layers"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage_is_one_line_and_status_2(arguments: list[str], says: str) -> None:
+    result = kvq(*arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("kvq: ")
+    assert says in line
+    assert line.endswith(" --help`.")
+
+
+def test_without_arguments_it_prints_the_help() -> None:
+    assert kvq().stdout == kvq("--help").stdout
+
+
 def test_version() -> None:
     result = kvq("--version")
     assert (result.returncode, result.stdout.split()[0]) == (0, "kvq-vllm")
@@ -41,10 +65,11 @@ def test_version() -> None:
 
 @pytest.fixture
 def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
-    """An app with one command, in the place of ours."""
+    """An app whose command `run` runs, in the place of ours."""
     app = typer.Typer(pretty_exceptions_enable=False)
+    app.callback()(lambda: None)
     monkeypatch.setattr(cli, "app", app)
-    monkeypatch.setattr(sys, "argv", ["kvq"])
+    monkeypatch.setattr(sys, "argv", ["kvq", "run"])
     return app
 
 
@@ -58,7 +83,7 @@ def test_our_errors_are_one_line_and_status_2(
     app: typer.Typer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @app.command()
-    def fail() -> None:
+    def run() -> None:
         raise KVQError("It is broken: mend it.")
 
     assert run_main(capsys) == (2, "kvq: It is broken: mend it.\n")
@@ -68,7 +93,7 @@ def test_an_interrupt_is_status_130_without_traceback(
     app: typer.Typer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @app.command()
-    def interrupted() -> None:
+    def run() -> None:
         raise KeyboardInterrupt
 
     status, err = run_main(capsys)
@@ -78,7 +103,7 @@ def test_an_interrupt_is_status_130_without_traceback(
 
 def test_other_errors_keep_their_traceback(app: typer.Typer) -> None:
     @app.command()
-    def bug() -> None:
+    def run() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

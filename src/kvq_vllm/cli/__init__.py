@@ -13,7 +13,7 @@ prints. Conventions of all commands:
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,10 +21,12 @@ from kvq_vllm.cli import bench, doctor, plan
 from kvq_vllm.cli import eval as eval_
 from kvq_vllm.errors import KVQError
 
+# Its place depends on Typer's release; all errors of usage have it as their base.
+_UsageError: Any = typer.BadParameter.__base__
+
 app = typer.Typer(
     name="kvq",
     help="Plan, check and measure quantised KV caches for vLLM.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -56,9 +58,14 @@ app.command("bench", epilog=bench.EXAMPLES)(bench.bench_command)
 
 
 def main() -> None:
-    """Run ``kvq``; a :class:`KVQError` becomes one line on stderr and exit status 2."""
+    """Run ``kvq``; errors of ours and of usage become one line on stderr and exit status 2."""
     try:
-        app(prog_name="kvq")
+        sys.exit(app(sys.argv[1:] or ["--help"], prog_name="kvq", standalone_mode=False))
     except KVQError as error:
-        print(f"kvq: {error}", file=sys.stderr)
-        sys.exit(2)
+        message = str(error)
+    except _UsageError as error:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "kvq"
+        message = f"{error.format_message().rstrip('.')}: see `{command} --help`."
+    print(f"kvq: {message}", file=sys.stderr)
+    sys.exit(2)

@@ -65,10 +65,14 @@ def bench_command(
     if (model is None) == (base_url is None):
         raise KVQError("Give either a model or --base-url.")
     workload = Workload(requests, concurrency, input_tokens, output_tokens)
-    with Console(stderr=True).status("") as status:
+    console = Console(stderr=True, highlight=False)
+    with console.status("") as status:
 
         def report(name: str, what: str) -> None:
-            status.update(f"{name}: {what}")
+            if console.is_terminal:
+                status.update(f"{name}: {what}")
+            else:
+                console.print(f"{name}: {what}")
 
         if model is not None:
             names = formats.split(",") if formats else ["auto", *SCHEMES]

