@@ -43,7 +43,7 @@ lint: setup ## ruff and mypy
 test test-fast fuzz test-triton test-triton-oldest test-next test-engine test-ray test-vllm-next support-matrix soak sanitize: export OMP_NUM_THREADS := 1
 
 .PHONY: test
-test: lint test-fast test-triton test-triton-oldest test-engine ## lint, then every test
+test: lint test-fast test-next test-triton test-triton-oldest test-engine ## lint, then every test
 
 .PHONY: test-fast
 test-fast: setup ## the tests that start no vLLM engine
@@ -85,8 +85,7 @@ soak: setup ## load a server for MINUTES (5), then look for what it left behind
 
 .PHONY: test-next
 test-next: setup ## the plugin's tests against the next vLLM, on this one's libraries
-	$(MAKE) test-vllm-next TESTS=tests/plugin \
-		ARGS="$(PARALLEL) --ignore tests/plugin/test_schedules.py $(ARGS)"
+	$(MAKE) test-vllm-next TESTS=tests/plugin ARGS="$(PARALLEL) $(ARGS)"
 
 .PHONY: test-vllm-next
 test-vllm-next: setup ## the tests that use vLLM, or TESTS=..., against the next one on this one's libraries

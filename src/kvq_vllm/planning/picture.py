@@ -7,13 +7,22 @@ from pathlib import Path
 from kvq_vllm.errors import KVQError
 from kvq_vllm.planning import GIB, Plan
 
-_COLOURS = ("#222222", "#8c8c8c", "#1b7837", "#2166ac", "#b2182b", "#762a83", "#e08214", "#35978f")
+_COLOURS = ("#222222", "#1b7837", "#2166ac", "#b2182b", "#762a83", "#e08214", "#35978f")
 
 
 def contexts(max_context: int) -> list[int]:
     """Return the contexts to plan for a picture: powers of two, and the longest."""
     steps = [1 << n for n in range(10, 21) if 1 << n < max_context]
     return [*steps, max_context]
+
+
+def _lines(plan: Plan) -> dict[tuple[tuple[int, float], ...], list[str]]:
+    """Return each line's points and its cache dtypes, because one line would hide the other."""
+    lines: dict[tuple[tuple[int, float], ...], list[str]] = {}
+    for fmt in plan.formats:
+        if points := tuple((fit.context, fit.concurrency) for fit in fmt.fits if fit.requests):
+            lines.setdefault(points, []).append(fmt.cache_dtype)
+    return lines
 
 
 def draw(plan: Plan, path: Path) -> None:
@@ -32,17 +41,15 @@ def draw(plan: Plan, path: Path) -> None:
         ) from None
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     axes = figure.add_subplot()
-    for number, fmt in enumerate(plan.formats):
-        points = [(fit.context, fit.concurrency) for fit in fmt.fits if fit.requests]
-        if points:
-            axes.plot(
-                *zip(*points, strict=True),
-                label=fmt.cache_dtype,
-                color=_COLOURS[number % len(_COLOURS)],
-                linestyle="--" if number == 0 else "-",
-                marker="o",
-                markersize=3.5,
-            )
+    for number, (points, names) in enumerate(_lines(plan).items()):
+        axes.plot(
+            *zip(*points, strict=True),
+            label=", ".join(names),
+            color=_COLOURS[number % len(_COLOURS)],
+            linestyle="--" if number == 0 else "-",
+            marker="o",
+            markersize=3.5,
+        )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(
