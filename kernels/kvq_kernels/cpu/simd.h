@@ -265,6 +265,10 @@ KVQ_INLINE VF sums_of(const VF a[kLanes]) {
 KVQ_INLINE float sum_of(VF v) {
 #if defined(KVQ_AVX512)
   return _mm512_reduce_add_ps(v);
+#elif defined(KVQ_AVX2)
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 #else
   float lanes[kLanes];
   store(lanes, v);
@@ -279,6 +283,10 @@ KVQ_INLINE float sum_of(VF v) {
 KVQ_INLINE float max_lane(VF v) {  // NaN lanes may be missed
 #if defined(KVQ_AVX512)
   return _mm512_reduce_max_ps(v);
+#elif defined(KVQ_AVX2)
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 #else
   float lanes[kLanes];
   store(lanes, v);
