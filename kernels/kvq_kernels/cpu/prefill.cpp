@@ -65,22 +65,28 @@ void multiply(const float* a, int64_t a_stride, int64_t rows, int64_t inner, con
   }
 }
 
+// Scales and zeros of some channels or tokens.
+struct Meta {
+  float *scale, *zero;
+};
+
 struct Task {
   const KvqArgs& a;
   const Record rec;
   const QueryBlock block;
   const int64_t head, group_heads, rows, panels;
 
-  float* key;           // [unit_size][head_size]
-  float* value;         // [head_size][unit_size]
-  float *scale, *zero;  // of a blob's channels or tokens
-  float* query;         // [panels][head_size][kPanel], scaled
-  float* acc;           // [panels][head_size][kPanel]
-  float *max, *sum;     // [panels][kPanel]
-  float* position;      // [panels][kPanel], relative to the start of the block's unit
-  float* slope;         // [panels][kPanel]
-  float* logits;        // [unit_size][kPanel]
-  float* rows_buffer;   // [kTransposed][head_size]
+  float* key;          // [unit_size][head_size]
+  float* value;        // [head_size][unit_size]
+  Meta blob_meta;      // of a blob's channels or tokens
+  Meta part_meta;      // of a part's channels, for keys with cuts
+  float* query;        // [panels][head_size][kPanel], scaled
+  float* acc;          // [panels][head_size][kPanel]
+  float *max, *sum;    // [panels][kPanel]
+  float* position;     // [panels][kPanel], relative to the start of the block's unit
+  float* slope;        // [panels][kPanel]
+  float* logits;       // [unit_size][kPanel]
+  float* rows_buffer;  // [kTransposed][head_size]
 
   Task(const KvqArgs& args, const QueryBlock& block, int64_t head)
       : a(args),
@@ -96,10 +102,12 @@ struct Task {
 
   size_t carve(Carver carver) {
     const int64_t u = rec.unit_size, d = rec.head_size;
-    key = carver.take<float>(u * d + kLanes);  // see dequantise_keys
+    key = carver.take<float>(u * d + kLanes);  // see dequantise_row
     value = carver.take<float>(d * u);
-    scale = carver.take<float>(max_of(d, u) + kLanes);
-    zero = carver.take<float>(max_of(d, u) + kLanes);
+    blob_meta.scale = carver.take<float>(max_of(d, u) + kLanes);
+    blob_meta.zero = carver.take<float>(max_of(d, u) + kLanes);
+    part_meta.scale = carver.take<float>(d + kLanes);
+    part_meta.zero = carver.take<float>(d + kLanes);
     query = carver.take<float>(panels * d * kPanel);
     acc = carver.take<float>(panels * d * kPanel);
     max = carver.take<float>(panels * kPanel);
@@ -139,71 +147,81 @@ struct Task {
 
   // --- keys and values ---
 
-  void load_scales(const uint8_t* meta, int64_t count) {
+  void load_blob_meta(const uint8_t* from, int64_t count) {
     VF s, z;
     for (int64_t i = 0; i < count; i += kLanes) {
-      load_meta(meta + i * 4, s, z);
-      store(scale + i, s);
-      store(zero + i, z);
+      load_meta(from + i * 4, s, z);
+      store(blob_meta.scale + i, s);
+      store(blob_meta.zero + i, z);
+    }
+  }
+
+  // Of a part's channels, from what is loaded of its group's.
+  void cut_blob_meta(const uint8_t* cuts) {
+    for (int64_t c = 0; c < rec.head_size; c += kLanes) {
+      VF s = loadf(blob_meta.scale + c), z = loadf(blob_meta.zero + c);
+      cut_meta(load_bytes_as_ints(cuts + c), s, z);
+      store(part_meta.scale + c, s);
+      store(part_meta.zero + c, z);
     }
   }
 
   // One row of packed codes to floats. With 4 bits, head size 80 and AVX-512 the low half may
   // spill into the high half, and that into the next row; each is written later.
   template <int kBits>
-  void dequantise_row(float* to, const uint8_t* codes, int64_t bytes) {
+  static void dequantise_row(float* to, const uint8_t* codes, int64_t bytes, Meta meta) {
     for (int half = 0; half < 8 / kBits; ++half) {
       const int64_t offset = half * bytes;
       for (int64_t i = 0; i < bytes; i += kLanes) {
         VI code = load_bytes_as_ints(codes + i);
         if (kBits == 4) code = half ? code >> 4 : code & 15;
-        store(to + offset + i,
-              fma_of(to_float(code), loadf(scale + offset + i), loadf(zero + offset + i)));
+        store(to + offset + i, fma_of(to_float(code), loadf(meta.scale + offset + i),
+                                      loadf(meta.zero + offset + i)));
       }
     }
   }
 
-  void load_key_scales(const uint8_t* blob, int64_t part) {
-    const int64_t d = rec.head_size;
-    load_scales(blob + rec.key_meta, d);
-    if (!rec.has_cuts) return;
-    const uint8_t* cuts = blob + rec.key_cuts + part * d;
-    for (int64_t c = 0; c < d; c += kLanes) {
-      VF s = loadf(scale + c), z = loadf(zero + c);
-      cut_meta(load_bytes_as_ints(cuts + c), s, z);
-      store(scale + c, s);
-      store(zero + c, z);
+  void dequantise_keys(const uint8_t* blob, float* to) {
+    const int64_t d = rec.head_size, bytes = rec.key_row_bytes;
+    const auto dequantise = a.key_bits == 4 ? dequantise_row<4> : dequantise_row<8>;
+    load_blob_meta(blob + rec.key_meta, d);
+    const uint8_t *codes = blob, *cuts = blob + rec.key_cuts;
+    for (int64_t part = 0; part < rec.num_parts; ++part, cuts += d) {
+      if (rec.has_cuts) cut_blob_meta(cuts);
+      const Meta meta = rec.has_cuts ? part_meta : blob_meta;
+      for (int64_t t = 0; t < rec.part; ++t, codes += bytes, to += d) {
+        dequantise(to, codes, bytes, meta);
+      }
+    }
+  }
+
+  void dequantise_values(const uint8_t* blob, float* to) {
+    const int64_t bytes = rec.value_row_bytes;
+    const auto dequantise = a.value_bits == 4 ? dequantise_row<4> : dequantise_row<8>;
+    load_blob_meta(blob + rec.value_meta, rec.group);
+    const uint8_t* codes = blob + rec.value_codes;
+    for (int64_t c = 0; c < rec.head_size; ++c, codes += bytes, to += rec.unit_size) {
+      dequantise(to, codes, bytes, blob_meta);
+    }
+  }
+
+  void dequantise_anchor(const uint8_t* record) {
+    uint16_t meta[2];
+    memcpy(meta, record + rec.anchor_meta, sizeof meta);
+    for (int64_t c = 0; c < rec.head_size; ++c) {
+      key[c] = static_cast<float>(record[rec.anchor_codes + c]) * half_to_float(meta[0]) +
+               half_to_float(meta[1]);
     }
   }
 
   void dequantise_unit(int64_t unit) {
     const uint8_t* record = record_at(a, block.request, unit, head);
-    const int64_t d = rec.head_size, u = rec.unit_size, g = rec.group;
     for (int64_t b = 0; b < rec.num_blobs; ++b) {
       const uint8_t* blob = record + b * rec.blob_bytes;
-      for (int64_t t = 0; t < g; ++t) {
-        if (t % rec.part == 0) load_key_scales(blob, t / rec.part);
-        float* to = key + (b * g + t) * d;
-        const uint8_t* codes = blob + t * rec.key_row_bytes;
-        a.key_bits == 4 ? dequantise_row<4>(to, codes, rec.key_row_bytes)
-                        : dequantise_row<8>(to, codes, rec.key_row_bytes);
-      }
-      load_scales(blob + rec.value_meta, g);
-      for (int64_t c = 0; c < d; ++c) {
-        float* to = value + c * u + b * g;
-        const uint8_t* codes = blob + rec.value_codes + c * rec.value_row_bytes;
-        a.value_bits == 4 ? dequantise_row<4>(to, codes, rec.value_row_bytes)
-                          : dequantise_row<8>(to, codes, rec.value_row_bytes);
-      }
+      dequantise_keys(blob, key + b * rec.group * rec.head_size);
+      dequantise_values(blob, value + b * rec.group);
     }
-    if (rec.anchor && unit == 0 && record[rec.anchor_flag] == 1) {
-      uint16_t meta[2];
-      memcpy(meta, record + rec.anchor_meta, sizeof meta);
-      for (int64_t c = 0; c < d; ++c) {
-        key[c] = static_cast<float>(record[rec.anchor_codes + c]) * half_to_float(meta[0]) +
-                 half_to_float(meta[1]);
-      }
-    }
+    if (rec.anchor && unit == 0 && record[rec.anchor_flag] == 1) dequantise_anchor(record);
   }
 
   // The block's own unit up to its last query: older tokens from the ring, new ones directly.
