@@ -229,30 +229,18 @@ struct Task {
   void load_own_unit() {
     const int64_t d = rec.head_size, u = rec.unit_size;
     const int64_t count = block.position + block.count - block.open_start;
+    const Request tokens = request_at(a, block.request);
     for (int64_t t = 0; t < count; t += kTransposed) {
       const int64_t real = min_of(kTransposed, count - t);
       for (int64_t i = 0; i < real; ++i) {
-        load_token(block.open_start + t + i, key + (t + i) * d, rows_buffer + i * d);
+        const int64_t position = block.open_start + t + i;
+        load_key(a, block.request, tokens, position, head, key + (t + i) * d);
+        load_value(a, block.request, tokens, position, head, rows_buffer + i * d);
       }
       const size_t missing = static_cast<size_t>((kTransposed - real) * d) * sizeof(float);
       memset(key + (t + real) * d, 0, missing);
       memset(rows_buffer + real * d, 0, missing);
       transpose(rows_buffer, kTransposed, d, value + t, u);
-    }
-  }
-
-  void load_token(int64_t p, float* to_key, float* to_value) {
-    const int64_t d = rec.head_size;
-    if (p < block.start) {
-      const uint8_t* token = ring_at(a, block.request, p, head);
-      to_floats(to_key, token, a.ring_dtype, d);
-      to_floats(to_value, token + d * static_cast<int64_t>(dtype_bytes(a.ring_dtype)),
-                a.ring_dtype, d);
-    } else {
-      const int64_t row = block.row + p - block.position;
-      to_floats(to_key, a.key + row * a.key_row_stride + head * a.key_head_stride, a.key_dtype, d);
-      to_floats(to_value, a.value + row * a.value_row_stride + head * a.value_head_stride,
-                a.value_dtype, d);
     }
   }
 

@@ -137,7 +137,7 @@ KVQ_INLINE VS load_bytes(const uint8_t* p) {
 #endif
 }
 
-// kLanes bytes, zero-extended and as floats.
+// kLanes bytes, zero-extended.
 KVQ_INLINE VI load_bytes_as_ints(const uint8_t* p) {
 #if defined(KVQ_AVX512)
   return (VI)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
@@ -445,6 +445,31 @@ inline void from_floats(void* dst, const float* src, int64_t dtype, int64_t n) {
   } else {
     for (int64_t i = 0; i < n; ++i) static_cast<double*>(dst)[i] = static_cast<double>(src[i]);
   }
+}
+
+// Key at a position of a request whose new tokens are `tokens`: those are the step's own, earlier
+// ones are in the ring.
+inline void load_key(const KvqArgs& a, int64_t request, const Request& tokens, int64_t position,
+                     int64_t head, float* dst) {
+  if (position < tokens.start) {
+    return to_floats(dst, ring_at(a, request, position, head), a.ring_dtype, a.head_size);
+  }
+  const int64_t row = tokens.row + position - tokens.start;
+  to_floats(dst, a.key + row * a.key_row_stride + head * a.key_head_stride, a.key_dtype,
+            a.head_size);
+}
+
+// As load_key, the value.
+inline void load_value(const KvqArgs& a, int64_t request, const Request& tokens, int64_t position,
+                       int64_t head, float* dst) {
+  if (position < tokens.start) {
+    const size_t key_bytes = static_cast<size_t>(a.head_size) * dtype_bytes(a.ring_dtype);
+    return to_floats(dst, ring_at(a, request, position, head) + key_bytes, a.ring_dtype,
+                     a.head_size);
+  }
+  const int64_t row = tokens.row + position - tokens.start;
+  to_floats(dst, a.value + row * a.value_row_stride + head * a.value_head_stride, a.value_dtype,
+            a.head_size);
 }
 
 // to[c][0, count) = rows[0, count)[c]: a few rows become columns of a matrix whose rows are
