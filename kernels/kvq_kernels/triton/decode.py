@@ -35,18 +35,19 @@ where q_d s_d and the last sum are a tile's, and the rest is made for each of it
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 import triton
 from triton import language as tl
 
-from kvq_kernels import formats
 from kvq_kernels.formats import Format
 from kvq_kernels.interface import AttentionParams, Batch, LayerCache
 from kvq_kernels.triton import tuning
 from kvq_kernels.triton.common import (
+    CUT_TOKENS,
+    LOG2_E,
+    LOWEST,
     bytes_to_fp16,
     dot_dtype,
     meta_scale,
@@ -56,11 +57,7 @@ from kvq_kernels.triton.common import (
     record_constants,
 )
 
-LOG2_E = tl.constexpr(math.log2(math.e))
-LOWEST = tl.constexpr(-1e30)
-"""Where running maxima begin: finite, so that hidden logits, -inf, weigh exp2(-inf) = 0."""
 MAX_SPLITS = 128
-CUT_TOKENS = tl.constexpr(formats.CUT_TOKENS)
 
 
 # --- kernels ---------------------------------------------------------------------------------
