@@ -183,7 +183,7 @@ void seal_unit(const KvqArgs& a, const Record& rec, const Unit& unit, int64_t he
     for (int64_t i = 0; i < kTransposed; ++i) {
       load_value(a, unit.request, unit.tokens, start + t + i, head, rows + i * d);
     }
-    transpose(rows, kTransposed, d, value + t, u);
+    transpose(rows, d, kTransposed, d, value + t, u);
   }
   if (a.rotate_values) {
     for (int64_t i = 0; i < d * u; i += kLanes) store(value + i, sanitised(loadf(value + i)));
