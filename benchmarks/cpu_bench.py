@@ -324,7 +324,7 @@ def main() -> None:
         "--cpu-time", action="store_true", help="of the process: one thread on a busy machine"
     )
     parser.add_argument("--layers", type=int, help="copies of the cache; 1 is a warm cache")
-    parser.add_argument("--isa", default="auto", choices=["auto", "portable", "avx2", "avx512"])
+    parser.add_argument("--isa", default="auto", choices=["auto", "portable", "avx2", "avx512", "amx"])
     parser.add_argument("--vllm-isa", default="auto", choices=["auto", "avx2"])
     parser.add_argument("--json", type=Path, help="write a list of results")
     parser.add_argument("--csv", type=Path)

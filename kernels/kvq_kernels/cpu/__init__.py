@@ -2,9 +2,9 @@
 
 They are compiled when the package is installed from source (see :mod:`.build`) into one shared
 library, loaded here with ctypes on first use. It holds every kernel for AVX-512 (with VNNI),
-AVX2 and anything else, and picks by what the CPU supports. For debugging, the environment
-variable ``KVQ_CPU_ISA`` (``portable``, ``avx2``, ``avx512``) overrides the choice, and
-``KVQ_CPU_LIBRARY`` is the path of another build of the library.
+AVX2 and anything else, prefill of bf16 models for AMX too, and picks by what the CPU supports. For
+debugging, the environment variable ``KVQ_CPU_ISA`` (``portable``, ``avx2``, ``avx512``, ``amx``)
+overrides the choice, and ``KVQ_CPU_LIBRARY`` is the path of another build of the library.
 
 Tensors are on the CPU, fp32, bf16 or fp16, and need no copy: rows may be slices of a fused
 tensor, only the last dimension must be contiguous. The kernels use ``torch.get_num_threads()``
@@ -72,7 +72,7 @@ def why_unavailable() -> str | None:
 
 
 def isa() -> str:
-    """Return the instruction set in use: ``portable``, ``avx2`` or ``avx512``."""
+    """Return the instruction set in use: ``portable``, ``avx2``, ``avx512`` or ``amx``."""
     return _library().kvq_isa().decode()
 
 

@@ -36,6 +36,8 @@ X86_ISAS = {
     "-Wno-uninitialized -Wno-maybe-uninitialized -Wno-unknown-warning-option",  # GCC's own header
 }
 """Instruction set to compiler flags; ``portable`` needs none."""
+AMX_FLAGS = f"{X86_ISAS['avx512']} -mavx512bf16 -mamx-tile -mamx-bf16"
+"""For prefill only; the other kernels are those for AVX-512."""
 
 
 class BuildError(Exception):
@@ -80,18 +82,21 @@ def build(output: Path, extra_flags: Sequence[str] = ()) -> None:
 
     """
     compiler = find_compiler()
-    isas = {"portable": ""}
+    sources = {"portable": ("", KERNEL_SOURCES)}
     defines = [f'-DKVQ_SOURCE_HASH="{source_hash()}"']
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        isas |= X86_ISAS
-        defines.append("-DKVQ_WITH_X86")
     with tempfile.TemporaryDirectory() as directory:
+        if platform.machine().lower() in ("x86_64", "amd64"):
+            sources |= {isa: (isa_flags, KERNEL_SOURCES) for isa, isa_flags in X86_ISAS.items()}
+            defines.append("-DKVQ_WITH_X86")
+            if _knows_amx(compiler, Path(directory)):
+                sources["amx"] = (AMX_FLAGS, ("prefill.cpp",))
+                defines.append("-DKVQ_WITH_AMX")
         threads = _openmp_flags(compiler, Path(directory))
         flags = [*FLAGS, *threads, *defines, *extra_flags]
         commands = [_compile_command(compiler, flags, "dispatch.cpp", "dispatch", directory)]
-        for isa, own_flags in isas.items():
+        for isa, (own_flags, isa_sources) in sources.items():
             isa_flags = [*flags, *own_flags.split(), f"-DKVQ_NAME(op)=kvq_##op##_{isa}"]
-            for source in KERNEL_SOURCES:
+            for source in isa_sources:
                 name = f"{Path(source).stem}_{isa}"
                 commands.append(_compile_command(compiler, isa_flags, source, name, directory))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -111,6 +116,17 @@ def _compile_command(
 ) -> list[str]:
     target = str(Path(directory) / f"{name}.o")
     return [*compiler, *flags, "-c", str(SOURCE_DIR / source), "-o", target]
+
+
+def _knows_amx(compiler: list[str], directory: Path) -> bool:
+    """Whether the compiler is new enough for AMX: GCC 11 and Clang 12 are."""
+    probe = directory / "amx.cpp"
+    probe.write_text("#include <immintrin.h>\nvoid probe() { _tile_release(); }\n")
+    try:
+        _run([*compiler, *AMX_FLAGS.split(), "-c", str(probe), "-o", f"{probe}.o"])
+    except BuildError:
+        return False
+    return True
 
 
 def _openmp_flags(compiler: list[str], directory: Path) -> list[str]:

@@ -159,7 +159,6 @@ inline int64_t lowest_position(const KvqArgs& a, int64_t position) {
 // [first_unit, end_unit), and from `open_start` on full precision.
 struct QueryBlock {
   int64_t request, row, position, count;
-  int64_t start;  // the request's first new position
   int64_t first_unit, end_unit, open_start;
 };
 
@@ -172,8 +171,8 @@ inline void for_each_query_block(const KvqArgs& a, int64_t max_count, Visit visi
       const int64_t unit = position / a.unit_size;
       const int64_t stop = min_of(min_of(q.end, (unit + 1) * a.unit_size), position + max_count);
       const int64_t first_unit = lowest_position(a, position) / a.unit_size;
-      visit(QueryBlock{r, q.row + position - q.start, position, stop - position, q.start,
-                       first_unit, unit, unit * a.unit_size});
+      visit(QueryBlock{r, q.row + position - q.start, position, stop - position, first_unit, unit,
+                       unit * a.unit_size});
       position = stop;
     }
   }

@@ -147,8 +147,8 @@ struct Task : Rows {
   float *key_scale, *key_zero;      // [num_blobs][padded key elements]
   float *value_scale, *value_zero;  // [unit_size]
   int16_t* weights;                 // [kRowBlock * the longer of both layouts]
-  int16_t* group_weights;           // of keys with cuts, negated: -1024 * 32 fits int16
-  int32_t* dots;                    // [kRowBlock][max(unit_size, head_size)]
+  int16_t* group_weights;           // of keys with cuts, negated; see cut_weights
+  int32_t* dots;                    // [kRowBlock][max(part, head_size)]
   float* logits;                    // [kRowBlock][unit_size]
 
   Task(const KvqArgs& args, const QueryBlock& block, int64_t head)
@@ -170,7 +170,7 @@ struct Task : Rows {
     value_zero = carver.take<float>(u);
     weights = carver.take<int16_t>(
         kRowBlock * max_of(key_layout.padded(), rec.num_blobs * value_layout.padded()));
-    dots = carver.take<int32_t>(kRowBlock * max_of(u, d));
+    dots = carver.take<int32_t>(kRowBlock * max_of(rec.part, d));
     logits = carver.take<float>(kRowBlock * u);
     tile = carver.take<float>(kTile * 2 * d);
     return carver.used();
@@ -248,10 +248,13 @@ struct Task : Rows {
     }
   }
 
-  // The weights of a part from those of its group; adds to the biases what depends on the part.
+  // The weights and biases of a part from those of its group. A weight is the negated one times
+  // -1024 n_i / 2^15: without cuts n_i is 32, and 1024 * 32 does not fit int16. Vectors may read
+  // more cuts than there are channels; weights are 0 there.
   template <int kRows>
-  void cut_weights(const uint8_t* cuts, const float* factor, float* bias) {
-    VI sum[kRows] = {}, shifted[kRows] = {};
+  void cut_weights(const uint8_t* cuts, const float* factor, const float* group_bias,
+                   float* bias) {
+    VI sum[kRows] = {};  // of 32 weight_i - f_i (low_i - high_i)
     const int16_t* from = group_weights;
     int16_t* to = weights;
     const int64_t chunks = key_layout.chunks, row_bytes = key_layout.row_bytes;
@@ -265,48 +268,58 @@ struct Task : Rows {
           const VS negated = load<VS>(from);
           const VS weight = multiply_high(negated, scale);
           store(to, weight);
-          sum[r] = multiply_add(sum[r], weight, VS{} + 1);
-          shifted[r] = multiply_add(shifted[r], negated, shift);
+          sum[r] = multiply_add(sum[r], weight, VS{} + 32);
+          sum[r] = multiply_add(sum[r], negated, shift);
         }
       }
     }
     for (int r = 0; r < kRows; ++r) {
-      bias[r] -= 7.5f * factor[r] * sum_of(to_float(sum[r]) + to_float(shifted[r]) * kCutStep);
+      bias[r] = group_bias[r] - 7.5f * kCutStep * factor[r] * sum_of(to_float(sum[r]));
     }
   }
 
-  void cut_weights(const uint8_t* cuts, int64_t count, const float* factor, float* bias) {
+  void cut_weights(const uint8_t* cuts, int64_t count, const float* factor,
+                   const float* group_bias, float* bias) {
     switch (count) {
-      case 4: return cut_weights<4>(cuts, factor, bias);
-      case 3: return cut_weights<3>(cuts, factor, bias);
-      case 2: return cut_weights<2>(cuts, factor, bias);
-      default: return cut_weights<1>(cuts, factor, bias);
+      case 4: return cut_weights<4>(cuts, factor, group_bias, bias);
+      case 3: return cut_weights<3>(cuts, factor, group_bias, bias);
+      case 2: return cut_weights<2>(cuts, factor, group_bias, bias);
+      default: return cut_weights<1>(cuts, factor, group_bias, bias);
     }
   }
 
-  // Logits of `count` rows with the tokens of a unit.
+  // Logits of `count` rows with the tokens of a unit, group by group and part by part.
   void key_logits(const uint8_t* record, int64_t next, int64_t unit, int64_t row, int64_t count) {
-    float factor[kRowBlock], group_bias[kRowBlock], bias[kRowBlock];
-    for (int64_t p = 0; p < rec.num_blobs * rec.num_parts; ++p) {
-      const int64_t b = p / rec.num_parts, part = p % rec.num_parts;
-      if (part == 0) fold_key_scales(b, row, count, factor, group_bias);
-      memcpy(bias, group_bias, sizeof bias);
+    float factor[kRowBlock], group_bias[kRowBlock], part_bias[kRowBlock];
+    float* to = logits;
+    for (int64_t b = 0; b < rec.num_blobs; ++b) {
       const uint8_t* blob = record + b * rec.blob_bytes;
-      if (rec.has_cuts) cut_weights(blob + rec.key_cuts + part * d, count, factor, bias);
-      const uint8_t* codes = blob + part * rec.part * rec.key_row_bytes;
-      dot_codes(a.key_bits, count, {key_layout, codes, rec.part, 1, 0, next}, weights, dots,
-                rec.part);
-      for (int64_t r = 0; r < count; ++r) {
-        float* to = logits + r * rec.unit_size + p * rec.part;
-        const VF f = splat(factor[r]), z = splat(bias[r]);
-        for (int64_t t = 0; t < rec.part; t += kLanes) {
-          store(to + t, fma_of(to_float(load<VI>(dots + r * rec.part + t)), f, z));
+      fold_key_scales(b, row, count, factor, group_bias);
+      for (int64_t part = 0; part < rec.num_parts; ++part, to += rec.part) {
+        const uint8_t* codes = blob + part * rec.part * rec.key_row_bytes;
+        if (rec.has_cuts) {
+          cut_weights(blob + rec.key_cuts + part * d, count, factor, group_bias, part_bias);
         }
+        part_logits(codes, next, count, factor, rec.has_cuts ? part_bias : group_bias, to);
       }
     }
     if (rec.anchor && unit == 0 && record[rec.anchor_flag] == 1) {
       for (int64_t r = 0; r < count; ++r) {
         logits[r * rec.unit_size] = anchor_logit(record, row + r);
+      }
+    }
+  }
+
+  // Logits of `count` rows with the tokens of a part, whose weights are ready. Rows of `to` are a
+  // unit apart.
+  void part_logits(const uint8_t* codes, int64_t next, int64_t count, const float* factor,
+                   const float* bias, float* to) {
+    dot_codes(a.key_bits, count, {key_layout, codes, rec.part, 1, 0, next}, weights, dots,
+              rec.part);
+    for (int64_t r = 0; r < count; ++r, to += rec.unit_size) {
+      const VF f = splat(factor[r]), z = splat(bias[r]);
+      for (int64_t t = 0; t < rec.part; t += kLanes) {
+        store(to + t, fma_of(to_float(load<VI>(dots + r * rec.part + t)), f, z));
       }
     }
   }
@@ -427,10 +440,10 @@ struct PlannedBlock {
 };
 
 // Merge the splits of one (block, kv head) and write the output.
-void combine(const KvqArgs& a, const PlannedBlock& planned, const float* partials, int64_t head) {
+void combine(const KvqArgs& a, const PlannedBlock& planned, float* partials, int64_t head) {
   const int64_t d = a.head_size, rows = planned.rows(a), splits = planned.splits + 1;
   const int64_t stride = planned.partial_floats(a), group_heads = a.num_heads / a.num_kv_heads;
-  float* base = const_cast<float*>(partials) + planned.partials + head * splits * stride;
+  float* base = partials + planned.partials + head * splits * stride;
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t query_head = head * group_heads + r % group_heads;
     float most = a.sinks ? a.sinks[query_head] : kLowest;

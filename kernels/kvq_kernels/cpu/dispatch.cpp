@@ -5,6 +5,12 @@
 
 #include "common.h"
 
+#ifdef KVQ_WITH_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #define KVQ_EXPORT extern "C" __attribute__((visibility("default")))
 #define KVQ_DECLARE(isa)                        \
   extern "C" {                                  \
@@ -24,6 +30,9 @@ KVQ_DECLARE(portable)
 KVQ_DECLARE(avx2)
 KVQ_DECLARE(avx512)
 #endif
+#ifdef KVQ_WITH_AMX
+extern "C" void kvq_prefill_amx(const KvqArgs*);
+#endif
 
 namespace {
 
@@ -41,7 +50,24 @@ const Kernels kKernels[] = {
     KVQ_KERNELS(avx2),
     KVQ_KERNELS(avx512),
 #endif
+#ifdef KVQ_WITH_AMX  // a matrix unit is of use where there are many queries
+    {"amx", kvq_seal_avx512, kvq_write_ring_avx512, kvq_decode_avx512, kvq_prefill_amx,
+     kvq_fp8_write_avx512, kvq_fp8_attend_avx512},
+#endif
 };
+
+#ifdef KVQ_WITH_AMX
+// Whether the CPU has AMX with bf16 and AVX-512 with bf16, and Linux lets this process use it.
+bool may_use_amx() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  const bool tiles = d >> 24 & 1, amx_bf16 = d >> 22 & 1;
+  if (!tiles || !amx_bf16) return false;
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl(2)
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
 
 bool supported(const char* isa) {
 #ifdef KVQ_WITH_X86
@@ -56,6 +82,9 @@ bool supported(const char* isa) {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512vnni");
   }
+#endif
+#ifdef KVQ_WITH_AMX
+  if (!strcmp(isa, "amx")) return supported("avx512") && may_use_amx();
 #endif
   return !strcmp(isa, "portable");
 }

@@ -129,7 +129,7 @@ void for_each_plan(const KvqArgs& a, Visit visit) {
       const int64_t count = min_of(max_count, q.end - position);
       const int64_t lowest = lowest_position(a, position);
       const int64_t keys = position + count - lowest;
-      Plan plan{{r, q.row + position - q.start, position, count, q.start, 0, 0, lowest},
+      Plan plan{{r, q.row + position - q.start, position, count, 0, 0, lowest},
                 q.end - q.start <= max_count ? ceil_div(keys, kSplitTokens) : 1, tasks, floats};
       visit(plan);
       tasks += plan.splits * a.num_kv_heads;

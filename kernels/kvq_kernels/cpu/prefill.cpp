@@ -8,9 +8,11 @@
 //     logits[token][row]  = key[token][channel]   . query[channel][row]
 //     out[channel][row]  += value[channel][token] . weights[token][row]
 //
-// Each sealed unit is dequantised once per task, to fp32. The sealed part is rotated back before
-// the block's own unit is added, which is read at full precision.
+// Each sealed unit is dequantised once per task, to what the product multiplies: fp32, or bf16 for
+// bf16 models where there is AMX. The sealed part is rotated back before the block's own unit is
+// added, which is read at full precision.
 #include "attention.h"
+#include "products.h"
 
 namespace kvq {
 namespace {
@@ -19,68 +21,39 @@ constexpr int64_t kMaxRows = 512;  // of a task: its panels fit a second-level c
 
 [[maybe_unused]] constexpr int64_t kThreadWork = 2048;  // query-key products, some 20 us
 
-// The register tile of `multiply`: kTileRows x kPanelVectors accumulators.
-#if defined(KVQ_AVX512)
-constexpr int kTileRows = 8, kPanelVectors = 3;
-#elif defined(KVQ_AVX2)
-constexpr int kTileRows = 4, kPanelVectors = 3;
-#else
-constexpr int kTileRows = 4, kPanelVectors = 2;
-#endif
-static_assert(16 % kTileRows == 0, "head and unit sizes are multiples of 16 only");
-constexpr int64_t kTransposed = 16;  // value rows transposed at a time
-constexpr int kPanel = kPanelVectors * kLanes;
+constexpr int64_t kTransposed = 32;  // rows of values or queries transposed at a time
+static_assert(kTransposed % FloatProduct::kStep == 0);
 
-// c = a b, or with `rescale` c = c * rescale + a b. a is [rows][inner] with `a_stride` floats
-// between rows, b is [inner][kPanel], c is [rows][kPanel]; `rows` a multiple of kTileRows.
-template <bool kRescale>
-void multiply(const float* a, int64_t a_stride, int64_t rows, int64_t inner, const float* b,
-              float* c, const VF* rescale) {
-  for (int64_t i = 0; i < rows; i += kTileRows, a += kTileRows * a_stride) {
-    VF sums[kTileRows][kPanelVectors];
-    float* tile = c + i * kPanel;
-#pragma GCC unroll 8
-    for (int r = 0; r < kTileRows; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kPanelVectors; ++v) {
-        sums[r][v] = kRescale ? loadf(tile + r * kPanel + v * kLanes) * rescale[v] : VF{};
-      }
-    }
-    for (int64_t k = 0; k < inner; ++k) {
-      VF columns[kPanelVectors];
-#pragma GCC unroll 4
-      for (int v = 0; v < kPanelVectors; ++v) columns[v] = loadf(b + k * kPanel + v * kLanes);
-#pragma GCC unroll 8
-      for (int r = 0; r < kTileRows; ++r) {
-        const VF x = splat(a[r * a_stride + k]);
-#pragma GCC unroll 4
-        for (int v = 0; v < kPanelVectors; ++v) sums[r][v] = fma_of(x, columns[v], sums[r][v]);
-      }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < kTileRows; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kPanelVectors; ++v) store(tile + r * kPanel + v * kLanes, sums[r][v]);
-    }
-  }
-}
+// Scales and zeros of some channels or tokens.
+struct Meta {
+  float *scale, *zero;
+};
 
+template <class Product>
 struct Task {
+  using Element = typename Product::Element;
+  static constexpr int kPanel = Product::kPanel;
+
   const KvqArgs& a;
   const Record rec;
   const QueryBlock block;
   const int64_t head, group_heads, rows, panels;
 
-  float* key;           // [unit_size][head_size]
-  float* value;         // [head_size][unit_size]
-  float *scale, *zero;  // of a blob's channels or tokens
-  float* query;         // [panels][head_size][kPanel], scaled
-  float* acc;           // [panels][head_size][kPanel]
-  float *max, *sum;     // [panels][kPanel]
-  float* position;      // [panels][kPanel], relative to the start of the block's unit
-  float* slope;         // [panels][kPanel]
-  float* logits;        // [unit_size][kPanel]
-  float* rows_buffer;   // [kTransposed][head_size]
+  const int64_t width;  // of a key and a query: the head size and what a product needs beyond
+
+  Element* key;        // [unit_size][width]
+  Element* value;      // [head_size][unit_size]
+  Meta blob_meta;      // of a blob's channels or tokens
+  Meta part_meta;      // of a part's channels, for keys with cuts
+  Element* query;      // [panels], each an operand b of [width][kPanel]
+  float* acc;          // [panels][head_size][kPanel]
+  float *max, *sum;    // [panels][kPanel]
+  float* position;     // [panels][kPanel], relative to the start of the block's unit
+  float* slope;        // [panels][kPanel]
+  float* logits;       // [unit_size][kPanel]
+  Element* weights;    // the logits' softmax, an operand b; it may take their place
+  float* rows_buffer;  // [kTransposed][width]
+  float* columns;      // [head_size][kTransposed]
 
   Task(const KvqArgs& args, const QueryBlock& block, int64_t head)
       : a(args),
@@ -89,25 +62,31 @@ struct Task {
         head(head),
         group_heads(args.num_heads / args.num_kv_heads),
         rows(block.count * group_heads),
-        panels(ceil_div(rows, kPanel)) {
+        panels(ceil_div(rows, kPanel)),
+        width(round_up(rec.head_size, Product::kStep)) {
     const size_t bytes = carve(Carver(nullptr));
     carve(Carver(kvq_scratch(KVQ_SCRATCH_OWN, bytes)));
   }
 
   size_t carve(Carver carver) {
     const int64_t u = rec.unit_size, d = rec.head_size;
-    key = carver.take<float>(u * d + kLanes);  // see dequantise_keys
-    value = carver.take<float>(d * u);
-    scale = carver.take<float>(max_of(d, u) + kLanes);
-    zero = carver.take<float>(max_of(d, u) + kLanes);
-    query = carver.take<float>(panels * d * kPanel);
+    key = carver.take<Element>(u * width + kLanes);  // see dequantise_row
+    value = carver.take<Element>(d * u);
+    blob_meta.scale = carver.take<float>(max_of(d, u) + kLanes);
+    blob_meta.zero = carver.take<float>(max_of(d, u) + kLanes);
+    part_meta.scale = carver.take<float>(d + kLanes);
+    part_meta.zero = carver.take<float>(d + kLanes);
+    query = carver.take<Element>(panels * width * kPanel);
     acc = carver.take<float>(panels * d * kPanel);
     max = carver.take<float>(panels * kPanel);
     sum = carver.take<float>(panels * kPanel);
     position = carver.take<float>(panels * kPanel);
     slope = carver.take<float>(panels * kPanel);
     logits = carver.take<float>(u * kPanel);
-    rows_buffer = carver.take<float>(kTransposed * d);
+    weights = Product::kInPlace ? reinterpret_cast<Element*>(logits)
+                                : carver.take<Element>(u * kPanel);
+    rows_buffer = carver.take<float>(kTransposed * width);
+    columns = carver.take<float>(d * kTransposed);
     return carver.used();
   }
 
@@ -116,7 +95,7 @@ struct Task {
 
   void load_queries() {
     const int64_t d = rec.head_size;
-    memset(query, 0, static_cast<size_t>(panels * d * kPanel) * sizeof(float));
+    const int64_t head_bytes = d * static_cast<int64_t>(dtype_bytes(a.query_dtype));
     memset(acc, 0, static_cast<size_t>(panels * d * kPanel) * sizeof(float));
     for (int64_t r = 0; r < panels * kPanel; ++r) {
       const int64_t real = min_of(r, rows - 1);  // what fills up the last panel is never written
@@ -125,85 +104,118 @@ struct Task {
       sum[r] = a.sinks ? 1.0f : 0.0f;
       slope[r] = a.alibi_slopes ? a.alibi_slopes[h] : 0.0f;
       position[r] = static_cast<float>(query_position(real) - block.open_start);
-      if (r >= rows) continue;
-      to_floats(rows_buffer,
-                a.query + (block.row + r / group_heads) * a.query_row_stride +
-                    h * a.query_head_stride,
-                a.query_dtype, d);
-      float* column = query + r / kPanel * d * kPanel + r % kPanel;
-      for (int64_t c = 0; c < d; ++c) {
-        column[c * kPanel] = rows_buffer[c] * static_cast<float>(a.scale);
+    }
+    for (int64_t r = 0; r < panels * kPanel; r += kLanes) {
+      memset(rows_buffer, 0, static_cast<size_t>(kLanes * width) * sizeof(float));
+      for (int64_t i = r; i < min_of(r + kLanes, rows); ++i) {
+        prefetch(query_at(min_of(i + kLanes, rows - 1)), head_bytes);
+        load_query(i, rows_buffer + (i - r) * width);
       }
+      Product::put_columns(query + r / kPanel * width * kPanel, r % kPanel, rows_buffer, width);
+    }
+  }
+
+  const uint8_t* query_at(int64_t row) const {
+    return a.query + (block.row + row / group_heads) * a.query_row_stride +
+           query_head(row) * a.query_head_stride;
+  }
+
+  void load_query(int64_t row, float* to) {
+    to_floats(to, query_at(row), a.query_dtype, rec.head_size);
+    if (!Product::kScalesQueries) return;
+    for (int64_t c = 0; c < rec.head_size; c += kLanes) {
+      store(to + c, loadf(to + c) * static_cast<float>(a.scale));
     }
   }
 
   // --- keys and values ---
 
-  void load_scales(const uint8_t* meta, int64_t count) {
+  void load_blob_meta(const uint8_t* from, int64_t count) {
     VF s, z;
     for (int64_t i = 0; i < count; i += kLanes) {
-      load_meta(meta + i * 4, s, z);
-      store(scale + i, s);
-      store(zero + i, z);
+      load_meta(from + i * 4, s, z);
+      store(blob_meta.scale + i, s);
+      store(blob_meta.zero + i, z);
     }
   }
 
-  // One row of packed codes to floats. With 4 bits, head size 80 and AVX-512 the low half may
+  // Of a part's channels, from what is loaded of its group's.
+  void cut_blob_meta(const uint8_t* cuts) {
+    for (int64_t c = 0; c < rec.head_size; c += kLanes) {
+      VF s = loadf(blob_meta.scale + c), z = loadf(blob_meta.zero + c);
+      cut_meta(load_bytes_as_ints(cuts + c), s, z);
+      store(part_meta.scale + c, s);
+      store(part_meta.zero + c, z);
+    }
+  }
+
+  static void put_row(Element* to, const float* from, int64_t count) {
+    for (int64_t i = 0; i < count; i += kLanes) Product::put(to + i, loadf(from + i));
+  }
+
+  // What a product reads of a key beyond the head.
+  void clear_padding(Element* row) {
+    memset(row + rec.head_size, 0, static_cast<size_t>(width - rec.head_size) * sizeof(Element));
+  }
+
+  // One row of packed codes dequantised. With 4 bits, head size 80 and AVX-512 the low half may
   // spill into the high half, and that into the next row; each is written later.
   template <int kBits>
-  void dequantise_row(float* to, const uint8_t* codes, int64_t bytes) {
+  static void dequantise_row(Element* to, const uint8_t* codes, int64_t bytes, Meta meta) {
     for (int half = 0; half < 8 / kBits; ++half) {
       const int64_t offset = half * bytes;
       for (int64_t i = 0; i < bytes; i += kLanes) {
         VI code = load_bytes_as_ints(codes + i);
         if (kBits == 4) code = half ? code >> 4 : code & 15;
-        store(to + offset + i,
-              fma_of(to_float(code), loadf(scale + offset + i), loadf(zero + offset + i)));
+        Product::put(to + offset + i, fma_of(to_float(code), loadf(meta.scale + offset + i),
+                                             loadf(meta.zero + offset + i)));
       }
     }
   }
 
-  void load_key_scales(const uint8_t* blob, int64_t part) {
-    const int64_t d = rec.head_size;
-    load_scales(blob + rec.key_meta, d);
-    if (!rec.has_cuts) return;
-    const uint8_t* cuts = blob + rec.key_cuts + part * d;
-    for (int64_t c = 0; c < d; c += kLanes) {
-      VF s = loadf(scale + c), z = loadf(zero + c);
-      cut_meta(load_bytes_as_ints(cuts + c), s, z);
-      store(scale + c, s);
-      store(zero + c, z);
+  void dequantise_keys(const uint8_t* blob, Element* to) {
+    const int64_t d = rec.head_size, bytes = rec.key_row_bytes;
+    const auto dequantise = a.key_bits == 4 ? dequantise_row<4> : dequantise_row<8>;
+    load_blob_meta(blob + rec.key_meta, d);
+    const uint8_t *codes = blob, *cuts = blob + rec.key_cuts;
+    for (int64_t part = 0; part < rec.num_parts; ++part, cuts += d) {
+      if (rec.has_cuts) cut_blob_meta(cuts);
+      const Meta meta = rec.has_cuts ? part_meta : blob_meta;
+      for (int64_t t = 0; t < rec.part; ++t, codes += bytes, to += width) {
+        dequantise(to, codes, bytes, meta);
+        clear_padding(to);
+      }
     }
+  }
+
+  void dequantise_values(const uint8_t* blob, Element* to) {
+    const int64_t bytes = rec.value_row_bytes;
+    const auto dequantise = a.value_bits == 4 ? dequantise_row<4> : dequantise_row<8>;
+    load_blob_meta(blob + rec.value_meta, rec.group);
+    const uint8_t* codes = blob + rec.value_codes;
+    for (int64_t c = 0; c < rec.head_size; ++c, codes += bytes, to += rec.unit_size) {
+      dequantise(to, codes, bytes, blob_meta);
+    }
+  }
+
+  void dequantise_anchor(const uint8_t* record) {
+    uint16_t meta[2];
+    memcpy(meta, record + rec.anchor_meta, sizeof meta);
+    for (int64_t c = 0; c < rec.head_size; ++c) {
+      rows_buffer[c] = static_cast<float>(record[rec.anchor_codes + c]) * half_to_float(meta[0]) +
+                       half_to_float(meta[1]);
+    }
+    put_row(key, rows_buffer, rec.head_size);
   }
 
   void dequantise_unit(int64_t unit) {
     const uint8_t* record = record_at(a, block.request, unit, head);
-    const int64_t d = rec.head_size, u = rec.unit_size, g = rec.group;
     for (int64_t b = 0; b < rec.num_blobs; ++b) {
       const uint8_t* blob = record + b * rec.blob_bytes;
-      for (int64_t t = 0; t < g; ++t) {
-        if (t % rec.part == 0) load_key_scales(blob, t / rec.part);
-        float* to = key + (b * g + t) * d;
-        const uint8_t* codes = blob + t * rec.key_row_bytes;
-        a.key_bits == 4 ? dequantise_row<4>(to, codes, rec.key_row_bytes)
-                        : dequantise_row<8>(to, codes, rec.key_row_bytes);
-      }
-      load_scales(blob + rec.value_meta, g);
-      for (int64_t c = 0; c < d; ++c) {
-        float* to = value + c * u + b * g;
-        const uint8_t* codes = blob + rec.value_codes + c * rec.value_row_bytes;
-        a.value_bits == 4 ? dequantise_row<4>(to, codes, rec.value_row_bytes)
-                          : dequantise_row<8>(to, codes, rec.value_row_bytes);
-      }
+      dequantise_keys(blob, key + b * rec.group * width);
+      dequantise_values(blob, value + b * rec.group);
     }
-    if (rec.anchor && unit == 0 && record[rec.anchor_flag] == 1) {
-      uint16_t meta[2];
-      memcpy(meta, record + rec.anchor_meta, sizeof meta);
-      for (int64_t c = 0; c < d; ++c) {
-        key[c] = static_cast<float>(record[rec.anchor_codes + c]) * half_to_float(meta[0]) +
-                 half_to_float(meta[1]);
-      }
-    }
+    if (rec.anchor && unit == 0 && record[rec.anchor_flag] == 1) dequantise_anchor(record);
   }
 
   // The block's own unit up to its last query: older tokens from the ring, new ones directly.
@@ -211,48 +223,44 @@ struct Task {
   void load_own_unit() {
     const int64_t d = rec.head_size, u = rec.unit_size;
     const int64_t count = block.position + block.count - block.open_start;
+    const Request tokens = request_at(a, block.request);
     for (int64_t t = 0; t < count; t += kTransposed) {
       const int64_t real = min_of(kTransposed, count - t);
       for (int64_t i = 0; i < real; ++i) {
-        load_token(block.open_start + t + i, key + (t + i) * d, rows_buffer + i * d);
+        load_key(a, block.request, tokens, block.open_start + t + i, head, rows_buffer);
+        put_row(key + (t + i) * width, rows_buffer, d);
+        clear_padding(key + (t + i) * width);
       }
-      const size_t missing = static_cast<size_t>((kTransposed - real) * d) * sizeof(float);
-      memset(key + (t + real) * d, 0, missing);
-      memset(rows_buffer + real * d, 0, missing);
-      transpose(rows_buffer, kTransposed, d, value + t, u);
-    }
-  }
-
-  void load_token(int64_t p, float* to_key, float* to_value) {
-    const int64_t d = rec.head_size;
-    if (p < block.start) {
-      const uint8_t* token = ring_at(a, block.request, p, head);
-      to_floats(to_key, token, a.ring_dtype, d);
-      to_floats(to_value, token + d * static_cast<int64_t>(dtype_bytes(a.ring_dtype)),
-                a.ring_dtype, d);
-    } else {
-      const int64_t row = block.row + p - block.position;
-      to_floats(to_key, a.key + row * a.key_row_stride + head * a.key_head_stride, a.key_dtype, d);
-      to_floats(to_value, a.value + row * a.value_row_stride + head * a.value_head_stride,
-                a.value_dtype, d);
+      for (int64_t i = 0; i < real; ++i) {
+        load_value(a, block.request, tokens, block.open_start + t + i, head, rows_buffer + i * d);
+      }
+      const int64_t missing = kTransposed - real;
+      memset(key + (t + real) * width, 0, static_cast<size_t>(missing * width) * sizeof(Element));
+      memset(rows_buffer + real * d, 0, static_cast<size_t>(missing * d) * sizeof(float));
+      transpose(rows_buffer, d, kTransposed, d, columns, kTransposed);
+      for (int64_t c = 0; c < d; ++c) {
+        put_row(value + c * u + t, columns + c * kTransposed, kTransposed);
+      }
     }
   }
 
   // --- attention ---
 
-  // Soft cap, ALiBi and masks on a panel's logits with `count` keys from position `first_key` on.
-  void transform(int64_t panel, int64_t first_key, int64_t count, bool masked) {
+  // Scale, soft cap, ALiBi and masks on a panel's logits with `count` keys from position
+  // `first_key` on. Returns the factor that the logits still lack.
+  float transform(int64_t panel, int64_t first_key, int64_t count, bool masked) {
+    const float factor = Product::kScalesQueries ? 1.0f : static_cast<float>(a.scale);
     const float cap = static_cast<float>(a.soft_cap);
     const bool plain = cap == 0.0f && !a.alibi_slopes;
-    if (plain && !masked) return;
+    if (plain && !masked && factor > 0.0f) return factor;
     const float window = a.sliding_window ? static_cast<float>(a.sliding_window) : __builtin_inff();
-    for (int v = 0; v < kPanelVectors; ++v) {
+    for (int v = 0; v < Product::kVectors; ++v) {
       const int64_t lane = panel * kPanel + v * kLanes;
       const VF lane_slope = loadf(slope + lane);
       VF distance = static_cast<float>(first_key - block.open_start) - loadf(position + lane);
       for (int64_t t = 0; t < count; ++t, distance += 1.0f) {
         float* p = logits + t * kPanel + v * kLanes;
-        VF x = loadf(p);
+        VF x = loadf(p) * factor;
         if (cap != 0.0f) x = soft_capped(x, cap);
         if (!plain) x = fma_of(distance, lane_slope, x);
         if (masked) x = select((distance <= 0.0f) & (distance > -window), x,
@@ -260,21 +268,30 @@ struct Task {
         store(p, x);
       }
     }
+    return 1.0f;
   }
 
-  // Running softmax down the tokens; `rescale` is the factor of what was summed before.
-  void softmax(int64_t panel, int64_t count, VF* rescale) {
-    for (int v = 0; v < kPanelVectors; ++v) {
-      float* column = logits + v * kLanes;
+  // Running softmax down the tokens of logits that lack a positive `factor`; `rescale` is the
+  // factor of what was summed before.
+  void softmax(int64_t panel, int64_t count, float factor, VF* rescale) {
+    VF most[Product::kVectors];
+    for (int v = 0; v < Product::kVectors; ++v) most[v] = splat(-__builtin_inff());
+    for (int64_t t = 0; t < count; ++t) {
+      for (int v = 0; v < Product::kVectors; ++v) {
+        most[v] = max_of(most[v], loadf(logits + t * kPanel + v * kLanes));
+      }
+    }
+    for (int v = 0; v < Product::kVectors; ++v) {
+      const float* column = logits + v * kLanes;
       float* running_max = max + panel * kPanel + v * kLanes;
       float* running_sum = sum + panel * kPanel + v * kLanes;
-      const VF old_max = loadf(running_max);
-      VF new_max = old_max, total = {};
-      for (int64_t t = 0; t < count; ++t) new_max = max_of(new_max, loadf(column + t * kPanel));
-      for (int64_t t = 0; t < count; ++t) {
-        const VF weight = exp_of(loadf(column + t * kPanel) - new_max);
-        total += weight;
-        store(column + t * kPanel, weight);
+      const VF old_max = loadf(running_max), new_max = max_of(old_max, most[v] * factor);
+      VF total = {};
+      for (int64_t t = 0; t < count; t += 2) {
+        const VF even = exp_of(fma_of(loadf(column + t * kPanel), splat(factor), -new_max));
+        const VF odd = exp_of(fma_of(loadf(column + (t + 1) * kPanel), splat(factor), -new_max));
+        total = total + even + odd;
+        Product::put_rows(weights, t, v * kLanes, even, odd);
       }
       rescale[v] = exp_of(old_max - new_max);
       store(running_max, new_max);
@@ -282,14 +299,16 @@ struct Task {
     }
   }
 
-  // `count` keys from position `first_key` on, a multiple of kTileRows.
+  // `count` keys from position `first_key` on, a multiple of the product's step.
   void attend(int64_t panel, int64_t first_key, int64_t count, bool masked) {
     const int64_t d = rec.head_size;
-    VF rescale[kPanelVectors];
-    multiply<false>(key, d, count, d, query + panel * d * kPanel, logits, nullptr);
-    transform(panel, first_key, count, masked);
-    softmax(panel, count, rescale);
-    multiply<true>(value, rec.unit_size, d, count, logits, acc + panel * d * kPanel, rescale);
+    VF rescale[Product::kVectors];
+    Product::template multiply<false>(key, width, count, width, query + panel * width * kPanel,
+                                      logits, nullptr);
+    const float factor = transform(panel, first_key, count, masked);
+    softmax(panel, count, factor, rescale);
+    Product::template multiply<true>(value, rec.unit_size, d, count, weights,
+                                     acc + panel * d * kPanel, rescale);
   }
 
   int64_t first_position(int64_t panel) const { return query_position(panel * kPanel); }
@@ -299,6 +318,7 @@ struct Task {
 
   void run() {
     const int64_t d = rec.head_size, u = rec.unit_size;
+    Product::begin();
     load_queries();
     for (int64_t unit = block.first_unit; unit < block.end_unit; ++unit) {
       dequantise_unit(unit);
@@ -313,22 +333,38 @@ struct Task {
     load_own_unit();
     for (int64_t p = 0; p < panels; ++p) {
       const int64_t count = last_position(p) + 1 - block.open_start;
-      attend(p, block.open_start, round_up(count, kTileRows), true);
+      attend(p, block.open_start, round_up(count, Product::kStep), true);
     }
+    Product::end();
     write_out();
   }
 
   void write_out() {
     const int64_t d = rec.head_size;
-    for (int64_t r = 0; r < rows; ++r) {
-      const float* column = acc + r / kPanel * d * kPanel + r % kPanel;
-      for (int64_t c = 0; c < d; ++c) rows_buffer[c] = column[c * kPanel] / sum[r];
-      from_floats(a.out + (block.row + r / group_heads) * a.out_row_stride +
-                      query_head(r) * a.out_head_stride,
-                  rows_buffer, a.out_dtype, d);
+    for (int64_t r = 0; r < rows; r += kLanes) {
+      const float* columns = acc + r / kPanel * d * kPanel + r % kPanel;
+      transpose(columns, kPanel, d, kLanes, rows_buffer, d);
+      for (int64_t i = 0; i < min_of(kLanes, rows - r); ++i) write_row(r + i, rows_buffer + i * d);
     }
   }
+
+  void write_row(int64_t row, float* from) {
+    for (int64_t c = 0; c < rec.head_size; c += kLanes) {
+      store(from + c, loadf(from + c) * splat(1.0f / sum[row]));
+    }
+    from_floats(a.out + (block.row + row / group_heads) * a.out_row_stride +
+                    query_head(row) * a.out_head_stride,
+                from, a.out_dtype, rec.head_size);
+  }
 };
+
+void run_task(const KvqArgs& a, const QueryBlock& block, int64_t head) {
+#if defined(KVQ_AMX)
+  // Such a model's own keys and values are bf16: rounding dequantised ones to it adds little.
+  if (a.query_dtype == KVQ_BF16) return Task<TileProduct>(a, block, head).run();
+#endif
+  Task<FloatProduct>(a, block, head).run();
+}
 
 }  // namespace
 }  // namespace kvq
@@ -352,6 +388,6 @@ extern "C" void KVQ_NAME(prefill)(const KvqArgs* args) {
   // The last block of a request has the most keys: start with it.
 #pragma omp parallel for num_threads(threads_for(a, work, kThreadWork)) schedule(dynamic, 1)
   for (int64_t i = count * a.num_kv_heads - 1; i >= 0; --i) {
-    Task(a, blocks[i / a.num_kv_heads], i % a.num_kv_heads).run();
+    run_task(a, blocks[i / a.num_kv_heads], i % a.num_kv_heads);
   }
 }

@@ -66,19 +66,18 @@ void seal_anchor(const Record& rec, const float* key, bool first, uint8_t* recor
   record[rec.anchor_flag] = first;
 }
 
-// Codes of one token's key; zero and inverse per channel.
+// `bytes` bytes of packed codes: one token's key, or one channel's values in a blob.
 template <int kBits>
-void seal_key_row(const float* key, const float* zero, const float* inverse, int64_t head_size,
-                  uint8_t* codes) {
-  const int64_t bytes = head_size * kBits / 8;
+void seal_row(const float* row, const float* zero, const float* inverse, int64_t bytes,
+              uint8_t* codes) {
   const float levels = kBits == 4 ? 15.0f : 255.0f;
-  for (int64_t c = 0; c < bytes; c += kLanes) {
-    VI code = code_of(loadf(key + c), loadf(zero + c), loadf(inverse + c), levels);
+  for (int64_t i = 0; i < bytes; i += kLanes) {
+    VI code = code_of(loadf(row + i), loadf(zero + i), loadf(inverse + i), levels);
     if (kBits == 4) {
-      const int64_t high = c + bytes;
-      code |= code_of(loadf(key + high), loadf(zero + high), loadf(inverse + high), levels) << 4;
+      const int64_t high = i + bytes;
+      code |= code_of(loadf(row + high), loadf(zero + high), loadf(inverse + high), levels) << 4;
     }
-    store_as_bytes(codes + c, code, bytes - c);
+    store_as_bytes(codes + i, code, bytes - i);
   }
 }
 
@@ -129,7 +128,8 @@ void seal_keys(const Record& rec, float* key, bool skip_first, float* zero, floa
   }
   for (int64_t t = 0; t < rec.group; ++t) {
     const int64_t part = t / rec.part * d;
-    seal_key_row<kBits>(key + t * d, zero + part, inverse + part, d, blob + t * rec.key_row_bytes);
+    seal_row<kBits>(key + t * d, zero + part, inverse + part, rec.key_row_bytes,
+                    blob + t * rec.key_row_bytes);
   }
 }
 
@@ -153,46 +153,18 @@ void seal_values(const Record& rec, float* value, bool all_in_range, float* zero
     store(inverse + t, q.inverse);
   }
   for (int64_t c = 0; c < rec.head_size; ++c) {
-    const float* row = value + c * rec.unit_size;
-    uint8_t* codes = blob + rec.value_codes + c * rec.value_row_bytes;
-    for (int64_t t = 0; t < rec.value_row_bytes; t += kLanes) {
-      VI code = code_of(loadf(row + t), loadf(zero + t), loadf(inverse + t), levels);
-      if (kBits == 4) {
-        const int64_t high = t + rec.value_row_bytes;
-        code |=
-            code_of(loadf(row + high), loadf(zero + high), loadf(inverse + high), levels) << 4;
-      }
-      store_as_bytes(codes + t, code, rec.value_row_bytes - t);
-    }
+    seal_row<kBits>(value + c * rec.unit_size, zero, inverse, rec.value_row_bytes,
+                    blob + rec.value_codes + c * rec.value_row_bytes);
   }
 }
 
-// One unit of one head. `rows` are its tokens' keys (`value` false) or values.
-struct UnitSource {
-  const KvqArgs& a;
-  int64_t request, unit, head;
+// A unit that the step completes, and the new tokens of its request.
+struct Unit {
+  int64_t request, number;
   Request tokens;
-
-  void load(int64_t t, bool value, float* dst) const {
-    const int64_t position = unit * a.unit_size + t;
-    if (position < tokens.start) {
-      const uint8_t* p = ring_at(a, request, position, head);
-      const size_t skipped = value ? a.head_size * dtype_bytes(a.ring_dtype) : 0;
-      return to_floats(dst, p + skipped, a.ring_dtype, a.head_size);
-    }
-    const int64_t row = tokens.row + position - tokens.start;
-    if (value) {
-      to_floats(dst, a.value + row * a.value_row_stride + head * a.value_head_stride,
-                a.value_dtype, a.head_size);
-    } else {
-      to_floats(dst, a.key + row * a.key_row_stride + head * a.key_head_stride, a.key_dtype,
-                a.head_size);
-    }
-  }
 };
 
-void seal_unit(const Record& rec, const UnitSource& source) {
-  const KvqArgs& a = source.a;
+void seal_unit(const KvqArgs& a, const Record& rec, const Unit& unit, int64_t head) {
   const int64_t d = rec.head_size, u = rec.unit_size;
   float *rows = nullptr, *value = nullptr, *zero = nullptr, *inverse = nullptr;
   const auto carve = [&](Carver carver) {
@@ -203,18 +175,23 @@ void seal_unit(const Record& rec, const UnitSource& source) {
     return carver.used();
   };
   carve(Carver(kvq_scratch(KVQ_SCRATCH_OWN, carve(Carver(nullptr)))));
-  uint8_t* record = record_at(a, source.request, source.unit, source.head);
-  const bool first = rec.anchor && source.unit == 0;
+  uint8_t* record = record_at(a, unit.request, unit.number, head);
+  const bool first = rec.anchor && unit.number == 0;
+  const int64_t start = unit.number * u;
 
   for (int64_t t = 0; t < u; t += kTransposed) {
-    for (int64_t i = 0; i < kTransposed; ++i) source.load(t + i, true, rows + i * d);
-    transpose(rows, kTransposed, d, value + t, u);
+    for (int64_t i = 0; i < kTransposed; ++i) {
+      load_value(a, unit.request, unit.tokens, start + t + i, head, rows + i * d);
+    }
+    transpose(rows, d, kTransposed, d, value + t, u);
   }
   if (a.rotate_values) {
     for (int64_t i = 0; i < d * u; i += kLanes) store(value + i, sanitised(loadf(value + i)));
     rotate_columns(value, d, u);
   }
-  for (int64_t t = 0; t < u; ++t) source.load(t, false, rows + t * d);
+  for (int64_t t = 0; t < u; ++t) {
+    load_key(a, unit.request, unit.tokens, start + t, head, rows + t * d);
+  }
   if (rec.anchor) seal_anchor(rec, rows, first, record);
   for (int64_t b = 0; b < rec.num_blobs; ++b) {
     uint8_t* blob = record + b * rec.blob_bytes;
@@ -233,9 +210,6 @@ using namespace kvq;
 
 extern "C" void KVQ_NAME(seal)(const KvqArgs* args) {
   const KvqArgs& a = *args;
-  struct Unit {
-    int64_t request, unit;
-  };
   int64_t count = 0;
   for (int64_t r = 0; r < a.num_requests; ++r) {
     const Request q = request_at(a, r);
@@ -247,13 +221,12 @@ extern "C" void KVQ_NAME(seal)(const KvqArgs* args) {
   Unit* next = units;
   for (int64_t r = 0; r < a.num_requests; ++r) {
     const Request q = request_at(a, r);
-    for (int64_t u = q.start / a.unit_size; u < q.end / a.unit_size; ++u) *next++ = {r, u};
+    for (int64_t u = q.start / a.unit_size; u < q.end / a.unit_size; ++u) *next++ = {r, u, q};
   }
   const Record rec(a);
 #pragma omp parallel for num_threads(static_cast<int>(a.num_threads)) schedule(dynamic, 1)
   for (int64_t i = 0; i < count * a.num_kv_heads; ++i) {
-    const Unit unit = units[i / a.num_kv_heads];
-    seal_unit(rec, {a, unit.request, unit.unit, i % a.num_kv_heads, request_at(a, unit.request)});
+    seal_unit(a, rec, units[i / a.num_kv_heads], i % a.num_kv_heads);
   }
 }
 

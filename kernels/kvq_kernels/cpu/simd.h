@@ -12,6 +12,9 @@
     defined(__AVX512VNNI__)
 #define KVQ_AVX512 1
 #include <immintrin.h>
+#if defined(__AVX512BF16__) && defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#define KVQ_AMX 1
+#endif
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define KVQ_AVX2 1
 #include <immintrin.h>
@@ -137,7 +140,7 @@ KVQ_INLINE VS load_bytes(const uint8_t* p) {
 #endif
 }
 
-// kLanes bytes, zero-extended and as floats.
+// kLanes bytes, zero-extended.
 KVQ_INLINE VI load_bytes_as_ints(const uint8_t* p) {
 #if defined(KVQ_AVX512)
   return (VI)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
@@ -265,6 +268,10 @@ KVQ_INLINE VF sums_of(const VF a[kLanes]) {
 KVQ_INLINE float sum_of(VF v) {
 #if defined(KVQ_AVX512)
   return _mm512_reduce_add_ps(v);
+#elif defined(KVQ_AVX2)
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 #else
   float lanes[kLanes];
   store(lanes, v);
@@ -279,6 +286,10 @@ KVQ_INLINE float sum_of(VF v) {
 KVQ_INLINE float max_lane(VF v) {  // NaN lanes may be missed
 #if defined(KVQ_AVX512)
   return _mm512_reduce_max_ps(v);
+#elif defined(KVQ_AVX2)
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 #else
   float lanes[kLanes];
   store(lanes, v);
@@ -439,13 +450,83 @@ inline void from_floats(void* dst, const float* src, int64_t dtype, int64_t n) {
   }
 }
 
-// to[c][0, count) = rows[0, count)[c]: a few rows become columns of a matrix whose rows are
-// `to_stride` apart.
-inline void transpose(const float* rows, int64_t count, int64_t head_size, float* to,
-                      int64_t to_stride) {
-  for (int64_t c = 0; c < head_size; ++c) {
-    for (int64_t t = 0; t < count; ++t) to[c * to_stride + t] = rows[t * head_size + c];
+// Key at a position of a request whose new tokens are `tokens`: those are the step's own, earlier
+// ones are in the ring.
+inline void load_key(const KvqArgs& a, int64_t request, const Request& tokens, int64_t position,
+                     int64_t head, float* dst) {
+  if (position < tokens.start) {
+    return to_floats(dst, ring_at(a, request, position, head), a.ring_dtype, a.head_size);
   }
+  const int64_t row = tokens.row + position - tokens.start;
+  to_floats(dst, a.key + row * a.key_row_stride + head * a.key_head_stride, a.key_dtype,
+            a.head_size);
+}
+
+// As load_key, the value.
+inline void load_value(const KvqArgs& a, int64_t request, const Request& tokens, int64_t position,
+                       int64_t head, float* dst) {
+  if (position < tokens.start) {
+    const size_t key_bytes = static_cast<size_t>(a.head_size) * dtype_bytes(a.ring_dtype);
+    return to_floats(dst, ring_at(a, request, position, head) + key_bytes, a.ring_dtype,
+                     a.head_size);
+  }
+  const int64_t row = tokens.row + position - tokens.start;
+  to_floats(dst, a.value + row * a.value_row_stride + head * a.value_head_stride, a.value_dtype,
+            a.head_size);
+}
+
+#if defined(KVQ_AVX512)
+// Transposes a square of 16 vectors.
+KVQ_INLINE void transpose_square(VF v[16]) {
+  __m512 t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(v[i], v[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
+  }
+  __m512 u[16];  // u[4 i + j]: in 128-bit lane k, rows 4 i to 4 i + 3 of column 4 k + j
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    const __m512d a = (__m512d)t[i], b = (__m512d)t[i + 1];
+    const __m512d c = (__m512d)t[i + 2], d = (__m512d)t[i + 3];
+    u[i] = (__m512)_mm512_unpacklo_pd(a, c);
+    u[i + 1] = (__m512)_mm512_unpackhi_pd(a, c);
+    u[i + 2] = (__m512)_mm512_unpacklo_pd(b, d);
+    u[i + 3] = (__m512)_mm512_unpackhi_pd(b, d);
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const __m512 a = _mm512_shuffle_f32x4(u[j], u[4 + j], 0x88);
+    const __m512 b = _mm512_shuffle_f32x4(u[j], u[4 + j], 0xdd);
+    const __m512 c = _mm512_shuffle_f32x4(u[8 + j], u[12 + j], 0x88);
+    const __m512 d = _mm512_shuffle_f32x4(u[8 + j], u[12 + j], 0xdd);
+    v[j] = _mm512_shuffle_f32x4(a, c, 0x88);
+    v[4 + j] = _mm512_shuffle_f32x4(b, d, 0x88);
+    v[8 + j] = _mm512_shuffle_f32x4(a, c, 0xdd);
+    v[12 + j] = _mm512_shuffle_f32x4(b, d, 0xdd);
+  }
+}
+#endif
+
+// to[c][r] = from[r][c]. `rows` and `columns` are multiples of kLanes; strides are in elements.
+inline void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t columns,
+                      float* to, int64_t to_stride) {
+#if defined(KVQ_AVX512)
+  for (int64_t r = 0; r < rows; r += 16) {
+    for (int64_t c = 0; c < columns; c += 16) {
+      VF square[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) square[i] = loadf(from + (r + i) * from_stride + c);
+      transpose_square(square);
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) store(to + (c + i) * to_stride + r, square[i]);
+    }
+  }
+#else
+  for (int64_t c = 0; c < columns; ++c) {
+    for (int64_t r = 0; r < rows; ++r) to[c * to_stride + r] = from[r * from_stride + c];
+  }
+#endif
 }
 
 // --- Hadamard rotation, see formats.hadamard ----------------------------------------------------

@@ -1,14 +1,22 @@
-"""What several Triton kernels need: facts about the device, the record's offsets, conversions."""
+"""What several Triton kernels need: constants, the record's offsets, conversions."""
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
 import triton
 from triton import language as tl
 
+from kvq_kernels import formats
 from kvq_kernels.formats import Format
+
+CUT_TOKENS = tl.constexpr(formats.CUT_TOKENS)
+CUT_STEPS = tl.constexpr(formats.CUT_STEPS)
+LOG2_E = tl.constexpr(math.log2(math.e))
+LOWEST = tl.constexpr(-1e30)
+"""Where running maxima begin: finite, so that hidden logits, -inf, weigh exp2(-inf) = 0."""
 
 # Codes become fp16 without a conversion instruction: the bits 0x6400 | code are 1024 + code.
 # Kernels take the 1024 away where it costs less, or never add it up in the first place.

@@ -35,18 +35,19 @@ where q_d s_d and the last sum are a tile's, and the rest is made for each of it
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 import triton
 from triton import language as tl
 
-from kvq_kernels import formats
 from kvq_kernels.formats import Format
 from kvq_kernels.interface import AttentionParams, Batch, LayerCache
 from kvq_kernels.triton import tuning
 from kvq_kernels.triton.common import (
+    CUT_TOKENS,
+    LOG2_E,
+    LOWEST,
     bytes_to_fp16,
     dot_dtype,
     meta_scale,
@@ -56,11 +57,7 @@ from kvq_kernels.triton.common import (
     record_constants,
 )
 
-LOG2_E = tl.constexpr(math.log2(math.e))
-LOWEST = tl.constexpr(-1e30)
-"""Where running maxima begin: finite, so that hidden logits, -inf, weigh exp2(-inf) = 0."""
 MAX_SPLITS = 128
-CUT_TOKENS = tl.constexpr(formats.CUT_TOKENS)
 
 
 # --- kernels ---------------------------------------------------------------------------------
@@ -101,8 +98,7 @@ def _sealed_tiles(
 @triton.jit
 def _mask(
     logits,
-    key_pos,
-    query_pos,
+    distances,
     slopes,
     soft_cap,
     window,
@@ -110,15 +106,18 @@ def _mask(
     ALIBI: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Return logits (base 2, ``[keys, rows]``) with soft cap, ALiBi and sliding window."""
+    """Return logits (base 2) with soft cap, ALiBi and sliding window.
+
+    `distances` are query minus key positions; they and `slopes` broadcast against the logits.
+    """
     if SOFT_CAP:  # tanh(x) = 1 - 2 / (e^2x + 1), which is right at both infinities
         power = tl.exp2(logits * (2.0 * LOG2_E / soft_cap))
         capped = soft_cap * (1.0 - 2.0 / (power + 1.0))
         logits = tl.where(logits == float("-inf"), logits, capped)
     if ALIBI:
-        logits += slopes[None, :] * (key_pos[:, None] - query_pos[None, :]).to(tl.float32)
+        logits -= slopes * distances.to(tl.float32)
     if WINDOW:
-        logits = tl.where(key_pos[:, None] > query_pos[None, :] - window, logits, float("-inf"))
+        logits = tl.where(distances < window, logits, float("-inf"))
     return logits
 
 
@@ -178,7 +177,8 @@ def _walk_units(
 
     Four-bit codes come in pairs. A byte of keys holds channels c and c + HEAD_SIZE / 2, so the
     query is kept as two halves; a byte of values holds tokens t and t + GROUP_SIZE / 2, so a tile
-    is two runs of tokens. The names of what belongs to a half or a run end in 0 and 1.
+    is two runs of tokens. The names of what belongs to a half or a run end in 0 and 1; what is in
+    one tensor for all runs has them as its last dimension.
 
     Codes are loaded right before their product: the pipeliner keeps tiles in shared memory and
     reads one into registers where its load stands. Their addresses are a scalar of the iteration
@@ -189,7 +189,8 @@ def _walk_units(
     KEY_BYTES: tl.constexpr = HEAD_SIZE * KEY_BITS // 8
     KEY_BYTES_PAD: tl.constexpr = HEAD_PAD * KEY_BITS // 8
     VALUE_BYTES: tl.constexpr = GROUP_SIZE * VALUE_BITS // 8
-    RUN: tl.constexpr = TILE * VALUE_BITS // 8
+    RUNS: tl.constexpr = 8 // VALUE_BITS
+    RUN: tl.constexpr = TILE // RUNS
     # Queries of 16 bits stay exact in fp16; scale_log2 waits until after the product.
     EXACT: tl.constexpr = tl.float32 if query_rows.dtype.element_ty == tl.float32 else tl.float16
     # The largest query element whose product with any scale fits fp16 (the header's first point);
@@ -202,6 +203,7 @@ def _walk_units(
     inside_key = key_byte < KEY_BYTES
     run = tl.arange(0, RUN)
     key_offsets = run[:, None] * KEY_BYTES + key_byte[None, :]
+    token_offsets = run[:, None] + (tl.arange(0, RUNS) * (GROUP_SIZE // 2))[None, :]
     RUN_CUTS: tl.constexpr = GROUP_SIZE // 2 // CUT_TOKENS * HEAD_SIZE
     cut_offsets = (
         key_byte[:, None, None]
@@ -250,9 +252,7 @@ def _walk_units(
         value_meta = (blob + VALUE_META).to(tl.pointer_type(tl.int32)) + token
 
         key_meta0 = tl.load(key_meta + key_byte, mask=inside_key, other=0)
-        value_meta0 = tl.load(value_meta + run)
-        if VALUE_BITS == 4:
-            value_meta1 = tl.load(value_meta + GROUP_SIZE // 2 + run)
+        value_meta = tl.load(value_meta + token_offsets)
 
         # Fold the key scales into the query; the bias collects zeros.
         scaled0 = (query0 * meta_scales(key_meta0, USE_ASM).to(EXACT)[:, None]).to(tl.float16)
@@ -282,19 +282,6 @@ def _walk_units(
                 if STRADDLES:
                     first_token += tl.where(query_pos < UNIT_SIZE, float("-inf"), 0.0)
                 scores0 = tl.where((run == 0)[:, None], first_token[None, :], scores0)
-        key_pos = tile // TILES_PER_BLOB * GROUP_SIZE + token + run
-        logits0 = _mask(
-            scores0 * factor,
-            key_pos,
-            query_pos,
-            slopes,
-            soft_cap_log2,
-            window,
-            SOFT_CAP,
-            ALIBI,
-            WINDOW,
-        )
-        candidates = logits0 + _exponent(value_meta0)[:, None]
         if VALUE_BITS == 4:
             keys = tl.load(
                 (blob + (token + GROUP_SIZE // 2) * KEY_BYTES) + key_offsets,
@@ -305,38 +292,38 @@ def _walk_units(
                 scores1 = _cut_scores(keys, scaled0, scaled1, cuts1, bias, USE_ASM)
             else:
                 scores1 = _byte_scores(keys, scaled0, bias, USE_ASM)
-            logits1 = _mask(
-                scores1 * factor,
-                key_pos + GROUP_SIZE // 2,
-                query_pos,
-                slopes,
-                soft_cap_log2,
-                window,
-                SOFT_CAP,
-                ALIBI,
-                WINDOW,
-            )
-            candidates = tl.maximum(candidates, logits1 + _exponent(value_meta1)[:, None])
+            scores = tl.join(scores0, scores1)
+        else:
+            scores = tl.reshape(scores0, [RUN, ROWS, 1])  # it costs nothing, unlike [:, :, None]
+        key_pos = tile // TILES_PER_BLOB * GROUP_SIZE + token + token_offsets
+        logits = _mask(
+            scores * factor,
+            query_pos[None, :, None] - key_pos[:, None, :],
+            slopes[None, :, None],
+            soft_cap_log2,
+            window,
+            SOFT_CAP,
+            ALIBI,
+            WINDOW,
+        )
+        candidates = tl.max(logits + _exponent(value_meta)[:, None, :], 2)
         new_max = tl.maximum(running_max, tl.max(candidates, 0))
         rescale = tl.exp2(running_max - new_max)
         running_max = new_max
 
         # Fold the value scales into the weights; zeros and 1024s go to every channel alike.
-        weights = tl.exp2(logits0 - new_max[None, :])
-        scaled_weights = weights * meta_scale(value_meta0).to(tl.float32)[:, None]
-        shared = weights * meta_zero(value_meta0).to(tl.float32)[:, None]
+        weights = tl.exp2(logits - new_max[None, :, None])
+        scaled_weights = weights * meta_scale(value_meta).to(tl.float32)[:, None, :]
+        shared = tl.sum(weights * meta_zero(value_meta).to(tl.float32)[:, None, :], 2)
         if VALUE_BITS == 4:
-            weights1 = tl.exp2(logits1 - new_max[None, :])
-            shared += weights1 * meta_zero(value_meta1).to(tl.float32)[:, None]
-            scaled_weights1 = weights1 * meta_scale(value_meta1).to(tl.float32)[:, None]
-            weights += weights1
+            scaled_weights0, scaled_weights1 = tl.split(scaled_weights)
             operand1 = scaled_weights1.to(tl.float16) * 0.0625
-            operand0 = (scaled_weights - operand1.to(tl.float32)).to(tl.float16)
+            operand0 = (scaled_weights0 - operand1.to(tl.float32)).to(tl.float16)
             shared -= 1024.0 * (operand0.to(tl.float32) + operand1.to(tl.float32))
         else:
-            operand0 = scaled_weights.to(tl.float16)
+            operand0 = tl.reshape(scaled_weights, [RUN, ROWS]).to(tl.float16)
             shared -= 1024.0 * operand0.to(tl.float32)
-        total = total * rescale[None, :] + weights
+        total = total * rescale[None, :] + tl.sum(weights, 2)
         acc = acc * rescale[None, :] + tl.sum(shared, 0)[None, :]
 
         values = tl.load(
@@ -449,10 +436,11 @@ def _walk_ring(
             tokens[:, None] + channel[None, :], mask=written[:, None] & inside[None, :], other=0.0
         ).to(DOT_DTYPE)
         logits = tl.dot(keys, query, input_precision="ieee") * scale_log2
+        distances = query_pos[None, :] - key_pos[:, None]
         logits = _mask(
-            logits, key_pos, query_pos, slopes, soft_cap_log2, window, SOFT_CAP, ALIBI, WINDOW
+            logits, distances, slopes[None, :], soft_cap_log2, window, SOFT_CAP, ALIBI, WINDOW
         )
-        visible = key_pos[:, None] <= query_pos[None, :]
+        visible = distances >= 0
         visible &= key_pos[:, None] >= first_visible[None, :]
         logits = tl.where(visible & written[:, None], logits, float("-inf"))
 

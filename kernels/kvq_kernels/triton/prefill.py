@@ -15,13 +15,10 @@ So a program is flash attention in two loops with one running softmax:
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 from triton import language as tl
 
-from kvq_kernels import formats
 from kvq_kernels.interface import AttentionParams, Batch, LayerCache
 from kvq_kernels.triton import tuning
 from kvq_kernels.triton.blocks import (
@@ -35,19 +32,16 @@ from kvq_kernels.triton.blocks import (
     rotation_pieces,
 )
 from kvq_kernels.triton.common import (
+    CUT_STEPS,
+    CUT_TOKENS,
+    LOG2_E,
+    LOWEST,
     bytes_to_fp16,
     dot_dtype,
     meta_scale,
     meta_zero,
     nibbles_to_fp16,
 )
-
-_LOG2_E = math.log2(math.e)
-CUT_TOKENS = tl.constexpr(formats.CUT_TOKENS)
-CUT_STEPS = tl.constexpr(formats.CUT_STEPS)
-_LOWEST = tl.constexpr(-1e30)
-"""Where the running maximum starts: finite, so that differences of maxima are numbers."""
-
 
 # --- sealed tokens ---------------------------------------------------------------------------
 
@@ -237,12 +231,12 @@ def _tokens(column, FMT: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def _load_query(query, rows, valid, FMT: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
     """Load query rows, limited to fp16, channels in the order of :func:`_load_sealed_keys`."""
-    PARTS: tl.constexpr = 8 // FMT.key_bits
-    WIDTH: tl.constexpr = FMT.head_size // PARTS
-    columns = tl.arange(0, BLOCK_D // PARTS)[None, :]
+    HALVES: tl.constexpr = 8 // FMT.key_bits
+    WIDTH: tl.constexpr = FMT.head_size // HALVES
+    columns = tl.arange(0, BLOCK_D // HALVES)[None, :]
     mask = valid[:, None] & (columns < WIDTH)
     q = tl.load(query + rows[:, None] + columns, mask=mask, other=0.0)
-    if PARTS == 2:
+    if HALVES == 2:
         q = tl.interleave(q, tl.load(query + rows[:, None] + WIDTH + columns, mask=mask, other=0.0))
     return limit(q.to(tl.float32)).to(DTYPE)
 
@@ -284,7 +278,7 @@ def _scores(
     """
     unit = factor
     if SOFT_CAP:  # tanh x = 1 - 2 / (1 + exp(2 x)), also where exp overflows
-        exp_2x = tl.exp2(products * (factor * 2.885390081777927))
+        exp_2x = tl.exp2(products * (factor * (2.0 * LOG2_E)))
         products = soft_cap * (1.0 - 2.0 / (1.0 + exp_2x))
         unit = 1.0
     if ALIBI:
@@ -442,8 +436,8 @@ def _prefill_kernel(
     pages += kv_head * UNITS_PER_BLOCK * FMT.record_bytes
     slopes = tl.zeros([TOKENS * HEADS], tl.float32)
     if ALIBI:
-        slopes = tl.load(alibi_slopes + heads) * 1.4426950408889634
-    top = tl.full([TOKENS * HEADS], _LOWEST, tl.float32)
+        slopes = tl.load(alibi_slopes + heads) * LOG2_E
+    top = tl.full([TOKENS * HEADS], LOWEST, tl.float32)
     total = tl.zeros([TOKENS * HEADS], tl.float32)
     acc = tl.zeros([TOKENS * HEADS, BLOCK_D], tl.float32)
 
@@ -540,7 +534,7 @@ def _prefill_kernel(
         top, total, acc = _accumulate(scores, score_unit, v.to(DTYPE), top, total, acc, DTYPE)
 
     if SINKS:  # one more logit per head, with no value behind it
-        sink = tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + heads).to(tl.float32) * LOG2_E
         new_top = tl.maximum(top, sink)
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.exp2(sink - new_top)
@@ -618,8 +612,8 @@ def prefill(
         params.alibi_slopes,
         out,
         num_requests,
-        params.scale / params.soft_cap if params.soft_cap else params.scale * _LOG2_E,
-        (params.soft_cap or 0.0) * _LOG2_E,
+        params.scale / params.soft_cap if params.soft_cap else params.scale * LOG2_E.value,
+        (params.soft_cap or 0.0) * LOG2_E.value,
         *query.stride()[:2],
         *key.stride()[:2],
         *value.stride()[:2],

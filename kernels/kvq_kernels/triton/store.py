@@ -30,12 +30,11 @@ from kvq_kernels.triton.blocks import (
     rotation,
     rotation_pieces,
 )
+from kvq_kernels.triton.common import CUT_STEPS, CUT_TOKENS
 
 RING_TILE = 16
 """Tokens that one program writes to the ring at a time."""
 
-CUT_TOKENS = tl.constexpr(formats.CUT_TOKENS)
-CUT_STEPS = tl.constexpr(formats.CUT_STEPS)
 MAX_CUT = tl.constexpr(float(formats.MAX_CUT))
 _TO_INTEGER = tl.constexpr(12582912.0)
 """1.5 * 2**23: adding it leaves a small number, rounded half to even, in the low bits."""
@@ -161,22 +160,22 @@ def _seal_keys(
         columns = column + tl.arange(0, TILE)
         inside = columns < WIDTH
         packed = tl.zeros([G, TILE], tl.int32)
-        for part in tl.static_range(8 // BITS):  # the channels that share a byte
-            channels = columns + part * WIDTH
+        for half in tl.static_range(8 // BITS):  # the channels that share a byte
+            channels = columns + half * WIDTH
             x = load_tokens(
                 source, positions, positions >= 0, channels, inside, RING_CAPACITY, RING_BLOCK
             ).to(tl.float32)
             in_range = is_finite(x) & choosing[:, None]
             if FMT.num_cuts:
-                words, part_cuts, part_codes = _quantise_cut(
+                words, half_cuts, half_codes = _quantise_cut(
                     limit(x).reshape(PARTS), in_range.reshape(PARTS), 2.0**BITS - 1
                 )
-                part_codes = part_codes.reshape([G, TILE])
-                tl.store(cuts + channels[None, :], part_cuts.to(tl.uint8), mask=inside[None, :])
+                half_codes = half_codes.reshape([G, TILE])
+                tl.store(cuts + channels[None, :], half_cuts.to(tl.uint8), mask=inside[None, :])
             else:
-                words, part_codes = _quantise(limit(x), in_range, 2.0**BITS - 1, AXIS=0)
+                words, half_codes = _quantise(limit(x), in_range, 2.0**BITS - 1, AXIS=0)
             tl.store(meta + channels, words, mask=inside)
-            packed |= part_codes << part * BITS
+            packed |= half_codes << half * BITS
         tl.store(codes + columns[None, :], packed.to(tl.uint8), mask=inside[None, :])
 
 
@@ -211,8 +210,8 @@ def _load_rotated(
             RING_BLOCK,
         )
         rows = signs + channels[:, None] * D
-        part = tl.load(rows + columns, mask=(channels < D)[:, None] & (columns < D), other=0.0)
-        total = multiply_by_signs(limit(x.to(tl.float32)), part, total, PIECES)
+        matrix = tl.load(rows + columns, mask=(channels < D)[:, None] & (columns < D), other=0.0)
+        total = multiply_by_signs(limit(x.to(tl.float32)), matrix, total, PIECES)
     return total
 
 
@@ -243,8 +242,8 @@ def _seal_values(
     for column in tl.range(0, WIDTH, TILE):
         columns = column + tl.arange(0, TILE)
         packed = tl.zeros([TILE, BLOCK_D], tl.int32)
-        for part in tl.static_range(8 // BITS):  # the tokens that share a byte
-            tokens = columns + part * WIDTH
+        for half in tl.static_range(8 // BITS):  # the tokens that share a byte
+            tokens = columns + half * WIDTH
             if FMT.rotate_values:
                 x = _load_rotated(
                     source, first + tokens, signs, FMT, BLOCK_D, PIECES, RING_CAPACITY, RING_BLOCK
@@ -258,9 +257,9 @@ def _seal_values(
                 ).to(tl.float32)
                 in_range = is_finite(x) & inside[None, :]
                 x = limit(x)
-            words, part_codes = _quantise(x, in_range, 2.0**BITS - 1, AXIS=1)
+            words, half_codes = _quantise(x, in_range, 2.0**BITS - 1, AXIS=1)
             tl.store(meta + tokens, words)
-            packed |= part_codes << part * BITS
+            packed |= half_codes << half * BITS
         tl.store(codes + columns[:, None], packed.to(tl.uint8), mask=inside[None, :])
 
 
