@@ -268,13 +268,14 @@ def import_vllm(isa: str) -> tuple[ModuleType, str]:
     """Import vLLM's operations, in the build for `isa`; return them and what was loaded."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if isa == "avx2":
-        torch.cpu._is_avx512_supported = lambda: False
+        torch.cpu._is_avx512_supported = torch.cpu._is_amx_tile_supported = lambda: False
     from vllm import _custom_ops
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
-    bf16 = torch.cpu._is_avx512_bf16_supported()
-    best = "avx512_bf16" if bf16 else "avx512"
+    if torch.cpu._is_amx_tile_supported():
+        return _custom_ops, "amx"
+    best = "avx512_bf16" if torch.cpu._is_avx512_bf16_supported() else "avx512"
     return _custom_ops, best if torch.cpu._is_avx512_supported() else "avx2"
 
 
@@ -324,7 +325,9 @@ def main() -> None:
         "--cpu-time", action="store_true", help="of the process: one thread on a busy machine"
     )
     parser.add_argument("--layers", type=int, help="copies of the cache; 1 is a warm cache")
-    parser.add_argument("--isa", default="auto", choices=["auto", "portable", "avx2", "avx512", "amx"])
+    parser.add_argument(
+        "--isa", default="auto", choices=["auto", "portable", "avx2", "avx512", "amx"]
+    )
     parser.add_argument("--vllm-isa", default="auto", choices=["auto", "avx2"])
     parser.add_argument("--json", type=Path, help="write a list of results")
     parser.add_argument("--csv", type=Path)

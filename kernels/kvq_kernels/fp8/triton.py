@@ -20,7 +20,7 @@ from triton import language as tl
 from kvq_kernels.fp8.formats import Fp8Cache
 from kvq_kernels.interface import AttentionParams, Batch
 from kvq_kernels.triton import tuning
-from kvq_kernels.triton.common import is_interpreted
+from kvq_kernels.triton.common import LOG2_E, is_interpreted
 
 MAX_DECODE_TOKENS = 16
 """New tokens per request that :func:`decode` accepts."""
@@ -28,7 +28,6 @@ MAX_DECODE_TOKENS = 16
 _PROGRAMS_WANTED = 512  # a few waves of the largest GPUs; more splits bring nothing
 _MAX_SPLITS = 32
 _WRITE_ROWS = 8
-_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 # --- codes -----------------------------------------------------------------------------------
@@ -304,7 +303,7 @@ def _attend(
         visible = valid[None] & (distance <= 0)
         if WINDOW:
             visible &= distance > -window
-        logits = tl.where(visible, logits * _LOG2E, float("-inf"))
+        logits = tl.where(visible, logits * LOG2_E, float("-inf"))
         new_most = tl.maximum(most, tl.max(logits, 1))
         weights = tl.exp2(logits - new_most[:, None])
         rescale = tl.exp2(most - new_most)
@@ -321,7 +320,7 @@ def _attend(
         tl.store(partial_stats + rows * 2 + 1, total)
     else:
         if SINKS:
-            sink = tl.load(sinks + query_head, mask=real, other=0.0).to(tl.float32) * _LOG2E
+            sink = tl.load(sinks + query_head, mask=real, other=0.0).to(tl.float32) * LOG2_E
             new_most = tl.maximum(most, sink)
             rescale = tl.exp2(most - new_most)
             total = total * rescale + tl.exp2(sink - new_most)
@@ -372,7 +371,7 @@ def _combine(
     acc = tl.load(partial + rows[:, None] * PADDED + channel[None])
     highest = tl.max(most, 0)
     if SINKS:
-        sink = tl.load(sinks + query_head).to(tl.float32) * _LOG2E
+        sink = tl.load(sinks + query_head).to(tl.float32) * LOG2_E
         highest = tl.maximum(highest, sink)
     weights = tl.exp2(most - highest)
     total = tl.sum(total * weights, 0)
