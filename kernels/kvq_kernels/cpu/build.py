@@ -21,7 +21,7 @@ from pathlib import Path
 
 SOURCE_DIR = Path(__file__).parent
 LIBRARY_NAME = "libkvq_cpu.so"
-KERNEL_SOURCES = ("seal.cpp", "decode.cpp", "prefill.cpp", "fp8.cpp")
+KERNEL_SOURCES: tuple[str, ...] = ("seal.cpp", "decode.cpp", "prefill.cpp", "fp8.cpp")
 
 # -ffp-contract=off: the codes must not depend on whether a compiler fuses a product and a sum.
 # Never -ffast-math: it makes a shared library set flush-to-zero for the whole process.
