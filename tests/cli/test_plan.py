@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvq_vllm.config import KVQConfig
 from kvq_vllm.errors import KVQError
 from kvq_vllm.planning import FORMATS, LayerShape, ModelShape, engine, formula, plan, read_model
 from kvq_vllm.planning.formula import Sizes
+from kvq_vllm.planning.shape import StateShape
 
 GIB = 1 << 30
 
@@ -76,6 +78,47 @@ MOE_30B = {
     "use_sliding_window": False,
     "sliding_window": None,
     "vocab_size": 151936,
+}
+# Sizes of Granite 4 H Small, and of a Nemotron-H, which names its layers by letters on the hub.
+GRANITE_H = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "hidden_size": 4096,
+    "intermediate_size": 768,
+    "layer_types": ["attention" if i in (5, 15, 25, 35) else "mamba" for i in range(40)],
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 128,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "num_local_experts": 72,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 100352,
+}
+NEMOTRON_H = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "conv_kernel": 4,
+    "expand": 2,
+    "head_dim": 128,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEM-",
+    "mamba_head_dim": 64,
+    "mamba_num_heads": 64,
+    "max_position_embeddings": 262144,
+    "n_groups": 8,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 2,
+    "ssm_state_size": 128,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 131072,
 }
 
 
@@ -163,16 +206,47 @@ def test_weights_are_those_of_the_files(model: Any) -> None:
     assert (shape.weight_bytes, shape.weights_from) == (1234, "files")
 
 
-def test_layers_that_share_a_cache_or_keep_a_state(model: Any) -> None:
+def test_layers_that_share_a_cache(model: Any) -> None:
     shared = read_model(model(LLAMA_8B, num_kv_shared_layers=12))
     assert len(shared.layers) == 20
     assert shared.unsupported is None
+
+
+def test_layers_that_keep_a_state(model: Any) -> None:
+    granite = read_model(model(GRANITE_H))
+    attention = LayerShape(8, 128, 128)
+    assert granite.in_order == [attention if i in (5, 15, 25, 35) else None for i in range(40)]
+    assert granite.state == StateShape(8192, num_groups=1, state_size=128, conv_width=4)
+    # 2 x (3 x (8192 + 2 x 128) + 8192 x 128), and a quarter of the channels, but the whole group
+    assert granite.state.num_bytes("bfloat16", devices=1) == 2_147_840
+    assert granite.state.num_bytes("bfloat16", devices=4) == 538_112
+    assert granite.weight_bytes is None  # nothing tells the size of these layers' weights
+
+
+def test_layers_that_keep_a_state_and_are_only_known_to_transformers(model: Any) -> None:
+    nemotron = read_model(model(NEMOTRON_H))
+    attention = LayerShape(2, 128, 128)
+    assert nemotron.in_order == [*[None] * 3, attention, *[None] * 3, attention, *[None] * 2]
+    assert nemotron.state == StateShape(4096, 8, 128, 4, dtype="float32")
+
+
+def test_layers_with_both_a_cache_and_a_state(model: Any) -> None:
+    sizes = {"mamba_d_ssm": 3072, "mamba_d_head": 128, "mamba_n_heads": 24, "mamba_d_state": 256}
+    falcon = read_model(model(LLAMA_8B, model_type="falcon_h1", **sizes))
+    assert falcon.in_order == [LayerShape(8, 128, 128), None] * 32
+    assert falcon.state == StateShape(3072, num_groups=1, state_size=256, conv_width=4)
+
+
+def test_a_state_that_nobody_knows_is_noted(model: Any) -> None:
+    """A Llama with layers of another kind: neither vLLM nor the formula knows what these keep."""
     kinds = (["linear_attention"] * 3 + ["full_attention"]) * 8
     hybrid = read_model(model(LLAMA_8B, layer_types=kinds))
     assert len(hybrid.layers) == 8
-    assert hybrid.needs_formula
-    assert "24 layers without a KV cache" in hybrid.notes[0]
-    assert all(f.planned_by in (None, "formula") for f in plan(hybrid).formats)
+    result = plan(hybrid, cache_memory=20 * GIB)
+    assert {f.planned_by for f in result.formats} == {"formula"}
+    assert {f.state_bytes for f in result.formats} == {None}
+    assert "no layers of LlamaForCausalLM keep a state" in str(result.format("auto").problem)
+    assert "24 layers without a KV cache is not counted" in result.model.notes[-1]
 
 
 def test_a_model_in_the_hub_cache(
@@ -258,6 +332,42 @@ def test_mixed_windows_by_the_formula_are_close_to_vllms_plan() -> None:
         for context, theirs in (answers[fmt.name].concurrency or {}).items():
             ours = formula.concurrency(shape, fmt, sizes, context, 16 * GIB)
             assert 0.9 * ours <= theirs <= 1.02 * ours, (fmt.name, context)
+
+
+@pytest.mark.parametrize("config", [GRANITE_H, NEMOTRON_H], ids=lambda c: c["model_type"])
+def test_states_by_the_formula_are_close_to_vllms_plan(config: dict[str, Any], model: Any) -> None:
+    """vLLM pads groups of layers, so it can only hold less; here at most 8%.
+
+    In 32 bit, because a CPU build of vLLM may take that for states whatever the model's dtype. The
+    formats with units, whose blocks are not larger on CPUs either.
+    """
+    shape = replace(read_model(model(config)), dtype="float32")
+    devices, contexts, memory = 2, (4096, 131072), 20 * GIB
+    sizes = Sizes(devices)
+    answers = engine.ask(shape, list(SCHEMES), sizes, contexts, memory)
+    for fmt in FORMATS[3:]:
+        answer = answers[fmt.name]
+        assert answer.problem is None
+        assert answer.state_bytes == formula.state_bytes(shape, fmt, sizes)
+        assert answer.ring_bytes == formula.ring_bytes(shape, fmt, sizes, shape.max_context)
+        assert answer.concurrency is not None
+        for context in contexts:
+            ours = formula.concurrency(shape, fmt, sizes, context, memory)
+            assert 0.92 * ours <= answer.concurrency[context] <= ours, (fmt.name, context)
+
+
+def test_what_the_plugin_refuses_is_not_planned(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model with its own configuration in vLLM; of others, the formula's figures stand."""
+    monkeypatch.setenv("KVQ_KERNELS", "fastest")
+    hybrid = plan(model(GRANITE_H), cache_memory=20 * GIB)
+    assert hybrid.format("auto").planned_by == "vllm"
+    for name in SCHEMES:
+        assert hybrid.format(name).planned_by is None
+        assert "KVQ_KERNELS=fastest is unknown" in str(hybrid.format(name).problem)
+    assert "kvq formats do not serve this model" in hybrid.advice[0]
+    assert plan(_shape()).format("kvq-int4").planned_by == "formula"
 
 
 def test_devices_share_heads_and_weights_until_heads_are_replicated() -> None:
@@ -402,6 +512,23 @@ def test_json_has_everything_and_nothing_else(
     assert set(by_name) == {"auto", "fp8", "kvq-fp8", *SCHEMES}
     assert by_name["kvq-int4"]["fits"][1]["gain"] == pytest.approx(3.55, abs=0.05)
     assert result["vllm_version"] is None
+
+
+def test_states_are_shown(
+    model: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("plan", str(model(GRANITE_H)), "--kv-cache-memory", "20GiB", "--formula")
+    status, out, _ = kvq(capsys, monkeypatch, *arguments)
+    text = " ".join(out.split())
+    assert status == 0
+    assert "4 layers with a cache, 36 with a state" in text
+    assert "36 layers keep a state of fixed size" in text
+    status, out, _ = kvq(capsys, monkeypatch, *arguments, "--json")
+    result = json.loads(out)
+    auto = result["formats"][0]
+    # 3 states in each of 36 layers, in pages of 528 tokens
+    assert auto["state_bytes"] == 3 * 36 * 528 * 2 * 8 * 128 * 2
+    assert len(result["model"]["state_layers"]) == 36
 
 
 def test_a_model_by_hand_equals_the_same_model_by_its_configuration(

@@ -38,6 +38,7 @@ def _assert_equal(plan_: Plan, folder: Path, cache_dtype: str, **options: Any) -
         max_num_batched_tokens=BATCHED_TOKENS,
         load_format="dummy",
         skip_tokenizer_init=True,
+        enable_prefix_caching=True,  # as a server does by default; it needs more Mamba states
         **options,
     ) as llm:
         assert planned.num_blocks == scheduler(llm).kv_cache_config.num_blocks
@@ -45,14 +46,15 @@ def _assert_equal(plan_: Plan, folder: Path, cache_dtype: str, **options: Any) -
         assert planned.at(CONTEXT).concurrency == cache_config.kv_cache_max_concurrency
 
 
-# Grouped-query; windows and full attention; head size 256 and alternating windows. Not to the
-# block: layers that differ in kv heads (Gemma 4), which the plan says.
+# Grouped-query; windows and full attention; head size 256 and alternating windows; Mamba 2 beside
+# attention. Not to the block: layers that differ in kv heads (Gemma 4), which the plan says.
 @pytest.mark.parametrize(
     ("make", "cache_dtypes"),
     [
         (models.tiny_llama, ("auto", "kvq-k8v4")),
         (models.tiny_gemma3, ("auto", "kvq-int4")),
         (models.tiny_gemma2, ("kvq-int4",)),
+        (models.tiny_granite_hybrid, ("auto", "kvq-int4")),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -74,8 +76,9 @@ def test_with_another_unit_size(tmp_path: Path) -> None:
     _assert_equal(result, folder, "kvq-int4", additional_config=options)
 
 
-def test_with_two_devices(tmp_path: Path, two_workers: None) -> None:
-    """One kv head each; the engine's figures are those of one device."""
-    folder = models.tiny_llama(tmp_path)
+@pytest.mark.parametrize("make", [models.tiny_llama, models.tiny_granite_hybrid])
+def test_with_two_devices(make: Callable[[Path], Path], tmp_path: Path, two_workers: None) -> None:
+    """One kv head each, half a state; the engine's figures are those of one device."""
+    folder = make(tmp_path)
     result = _plan(folder, tensor_parallel_size=2)
     _assert_equal(result, folder, "kvq-int4", tensor_parallel_size=2)

@@ -22,7 +22,8 @@ from kvq_vllm.checkpoint import check_scales
 from kvq_vllm.config import KVQConfigError
 from kvq_vllm.errors import KVQError
 from kvq_vllm.evaluation.files import RunFolder
-from kvq_vllm.planning import shape
+from kvq_vllm.planning import engine, plan, shape
+from kvq_vllm.planning.formula import Sizes
 from kvq_vllm.reading import MAX_BYTES, read_json
 from kvq_vllm.scales import read_scales
 
@@ -123,6 +124,17 @@ def test_a_model_that_brings_code_is_not_asked_for_it(tmp_path: Path) -> None:
     assert any("transformers cannot read this configuration" in note for note in notes)
 
 
+def test_vllm_is_asked_about_a_model_that_brings_code_without_it(tmp_path: Path) -> None:
+    """Beside its `config.json`, nothing of a model is where vLLM reads."""
+    (tmp_path / "configuration_evil.py").write_text("raise SystemExit('ran')")
+    code = {"auto_map": {"AutoConfig": "configuration_evil.Evil"}}
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID | code))
+    result = plan(tmp_path, cache_memory=1 << 30, contexts=[4096])
+    assert result.model.notes == ()
+    for fmt in result.formats:
+        assert (fmt.planned_by, fmt.problem) == ("vllm", None)
+
+
 # --- sizes -----------------------------------------------------------------------------------
 
 LLAMA: dict[str, Any] = {
@@ -133,6 +145,17 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
     "max_position_embeddings": 131072,
+}
+HYBRID: dict[str, Any] = LLAMA | {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "num_hidden_layers": 2,
+    "layer_types": ["attention", "mamba"],
+    "mamba_d_conv": 4,
+    "mamba_d_state": 16,
+    "mamba_expand": 1,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 64,
 }
 DEEP = "[" * 100_000
 
@@ -186,6 +209,46 @@ def test_sizes_of_a_model(field: str, value: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("mamba_d_state", 10**12),
+        ("mamba_d_conv", 0),
+        ("mamba_expand", -2),
+        ("mamba_n_groups", 1.5),
+        ("mamba_n_heads", "64"),
+    ],
+)
+def test_sizes_of_a_state(field: str, value: Any, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(HYBRID | {field: value}))
+    with pytest.raises(KVQError) as error:
+        shape.read_model(tmp_path)
+    assert_one_sentence(error.value, str(path), field, "must be a whole number from")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"mamba_n_heads": 3}, "mamba_n_heads must divide"),
+        ({"hidden_act": {}, "mamba_chunk_size": []}, "expected str, got dict"),
+        ({"architectures": ["Unknown\nForCausalLM"]}, "are not supported for now"),
+        ({"attention_head_dim": 64}, "vLLM reads kv heads and head size"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_vllm_does_not_take(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    """It says so in one line of a terminal or two, whatever was in the configuration."""
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID | changes))
+    model = shape.read_model(tmp_path)
+    (answer,) = engine.ask(model, ["auto"], Sizes(), [4096], 1 << 30).values()
+    assert answer.concurrency is None
+    problem = answer.problem or ""
+    assert reason in problem
+    assert len(problem) <= 240
+    assert len(problem.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
     ("changes", "part"),
     [
         ({"layer_types": ["full_attention"] * 10**6}, "1000000 layer types"),
@@ -216,9 +279,9 @@ def test_files_that_are_too_deep_or_too_large(tmp_path: Path) -> None:
     path.write_text(DEEP)
     with pytest.raises(ValueError, match="nested too deeply"):
         read_json(path)
-    with pytest.raises(KVQError) as plan:
+    with pytest.raises(KVQError) as unplanned:
         shape.read_model(tmp_path)
-    assert_one_sentence(plan.value, str(path))
+    assert_one_sentence(unplanned.value, str(path))
     with pytest.raises(KVQConfigError) as scales:
         read_scales(str(path), "kvq-fp8")
     assert_one_sentence(scales.value, str(path))

@@ -193,6 +193,8 @@ def _title(plan: Plan) -> str:
     shape = plan.model
     devices = f" x {plan.tensor_parallel_size} devices" if plan.tensor_parallel_size > 1 else ""
     parts = [f"[bold]{shape.name}[/bold]", f"{len(shape.layers)} layers with a cache"]
+    if shape.state_layers:
+        parts.append(f"{len(shape.state_layers)} with a state")
     if plan.weight_bytes is not None:
         about = "about " if shape.weights_from == "estimate" else ""
         parts.append(f"{about}{show_size(plan.weight_bytes)} of weights ({shape.weight_bits}-bit)")

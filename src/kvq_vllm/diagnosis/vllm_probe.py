@@ -44,13 +44,14 @@ def _backend_of(cache_dtype: str) -> str:
 
     The first half is the dtype's registration, with our checks; the second the routing.
     """
-    from kvq_vllm.planning.engine import engine_config, make_layers
+    from kvq_vllm.planning.engine import engine_config, make_layers, plain_decoder
     from kvq_vllm.planning.shape import LayerShape
 
     layers = [LayerShape(num_kv_heads=1, head_size=128, value_size=128)]
     try:
-        vllm_config = engine_config(layers, "bfloat16", cache_dtype, {}, [1024], None)
-        make_layers(vllm_config, layers, "bfloat16", 1)
+        model = plain_decoder(layers, max_context=1024)
+        vllm_config = engine_config(model, "bfloat16", cache_dtype, {}, 1024, None)
+        make_layers(vllm_config, layers, "bfloat16")
     except Exception as error:  # whatever vLLM raises is the finding
         return f"error: {type(error).__name__}: {str(error).strip().splitlines()[-1].strip()}"
     attention = vllm_config.compilation_config.static_forward_context

@@ -4,7 +4,7 @@
     result = plan("path/to/model", memory=80 << 30, contexts=[32768])
 
 Where vLLM is installed, its own planner decides (:mod:`.engine`); elsewhere, and for models whose
-caches hold something else than keys and values, the formula does (:mod:`.formula`).
+caches hold something else than keys and values (MLA), the formula does (:mod:`.formula`).
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ class FormatPlan:
         bytes_per_token: of all layers, for a token within every sliding window.
         bytes_per_token_beyond_windows: the same once layers with a window stopped growing.
         ring_bytes: of one request's unquantised newest tokens.
+        state_bytes: of one request, in layers that keep a state of fixed size; None where it is
+            not known, and not counted.
         num_blocks: of the cache, as vLLM plans it; None by the formula.
         fits: one per context.
 
@@ -80,6 +82,7 @@ class FormatPlan:
     bytes_per_token: int = 0
     bytes_per_token_beyond_windows: int = 0
     ring_bytes: int = 0
+    state_bytes: int | None = 0
     num_blocks: int | None = None
     fits: tuple[Fit, ...] = ()
 
@@ -182,6 +185,12 @@ def plan(
         )
     formats = [_with_gains(f, formats[0]) for f in formats]
     asked = any(f.planned_by == "vllm" for f in formats)
+    if any(f.state_bytes is None for f in formats):
+        note = (
+            f"the fixed state of {len(shape.state_layers)} layers without a KV cache is not "
+            "counted, nor that vLLM makes blocks as large as one layer's state"
+        )
+        shape = replace(shape, notes=(*shape.notes, note))
     result = Plan(
         model=shape,
         tensor_parallel_size=tensor_parallel_size,
@@ -283,12 +292,18 @@ def _plan_format(
     if problem := formula.supports(shape, fmt, sizes.config):
         return FormatPlan(fmt.name, None, problem)
     answer = answers.get(fmt.name)
+    if answer and answer.refused:
+        return FormatPlan(fmt.name, None, answer.problem)
+    state: int | None
     if answer and answer.concurrency:
         num_blocks: int = answer.num_blocks
         concurrency = answer.concurrency
+        ring, state = answer.ring_bytes, answer.state_bytes
     else:
         num_blocks = memory // formula.block_bytes(shape, fmt, sizes)
         concurrency = {c: formula.concurrency(shape, fmt, sizes, c, memory) for c in contexts}
+        ring = formula.ring_bytes(shape, fmt, sizes, shape.max_context)
+        state = formula.state_bytes(shape, fmt, sizes)
     by_vllm = bool(answer and answer.concurrency)
     return FormatPlan(
         cache_dtype=fmt.name,
@@ -296,7 +311,8 @@ def _plan_format(
         problem=answer.problem if answer else None,
         bytes_per_token=formula.bytes_per_token(shape, fmt, sizes),
         bytes_per_token_beyond_windows=formula.bytes_per_token(shape, fmt, sizes, windowed=False),
-        ring_bytes=formula.ring_bytes(shape, fmt, sizes, shape.max_context),
+        ring_bytes=ring,
+        state_bytes=state,
         num_blocks=num_blocks if by_vllm else None,
         fits=tuple(
             Fit(c, _whole(concurrency[c], num_blocks), concurrency[c], 1.0) for c in contexts
@@ -341,7 +357,7 @@ def _advice(result: Plan, sizes: Sizes, contexts: Sequence[int]) -> tuple[str, .
     if half.planned_by is None:
         return (f"kvq formats do not serve this model ({half.problem}): use fp8.",)
     context = max((c for c in contexts if c <= 32768), default=contexts[0])
-    advice = [_what_to_shrink(result, sizes, context)]
+    advice = [_what_to_shrink(result, context)]
     if traffic := _traffic(result, sizes, context):
         advice.append(traffic)
     if shape.num_windowed:
@@ -351,6 +367,13 @@ def _advice(result: Plan, sizes: Sizes, contexts: Sequence[int]) -> tuple[str, .
             f"({', '.join(f'{w:,}' for w in windows)} tokens): beyond it, and the "
             f"{result.in_flight_tokens:,} tokens of steps in flight for which vLLM keeps room "
             "(--max-num-batched-tokens; its default depends on the device), they stop growing."
+        )
+    if shape.state_layers and (state := result.format(_BASELINE).state_bytes):
+        advice.append(
+            f"{len(shape.state_layers)} layers keep a state of fixed size, which no format makes "
+            f"smaller: {show_size(state)} of each request, whatever its length. vLLM makes blocks "
+            "as large as one layer's state, so kvq formats, with more tokens to a block, gain at "
+            "long contexts."
         )
     if len({layer.num_kv_heads for layer in shape.layers}) > 1:
         advice.append(
@@ -366,7 +389,7 @@ def _advice(result: Plan, sizes: Sizes, contexts: Sequence[int]) -> tuple[str, .
     return tuple(advice)
 
 
-def _what_to_shrink(result: Plan, sizes: Sizes, context: int) -> str:
+def _what_to_shrink(result: Plan, context: int) -> str:
     """Compare halving the cache with halving the weights, in requests gained."""
     auto = result.format(_BASELINE).at(context).requests
     half = result.format(_SAFE_HALF).at(context).requests
@@ -379,8 +402,8 @@ def _what_to_shrink(result: Plan, sizes: Sizes, context: int) -> str:
             f"{prefix}, {half} with {_SAFE_HALF}."
         )
     # Half the weights' bits leave half their bytes to the cache.
-    memory = result.cache_bytes + result.weight_bytes // 2
-    lighter = int(formula.concurrency(result.model, FORMATS[0], sizes, context, memory))
+    more = 1 + result.weight_bytes / 2 / result.cache_bytes
+    lighter = int(result.format(_BASELINE).at(context).concurrency * more)
     first = "cache" if half >= lighter else "weights"
     return (
         f"Shrink the {first} first. {prefix}, {half} with {_SAFE_HALF}, {lighter} with weights of "

@@ -5,6 +5,10 @@
 A page of every layer makes a block; a request takes whole blocks. With a kvq format it also
 takes the blocks of its residual ring. Layers of one kind are counted as vLLM counts them, to
 the block; where kinds are mixed, vLLM's planner may add padding, which is left out here.
+
+Beside layers that keep a state, pages are as large as that state: blocks have more tokens then, and
+each such layer takes whole pages of a request. Padding is at most one group of layers per kind
+there, a few percent of a request.
 """
 
 from __future__ import annotations
@@ -98,9 +102,8 @@ def bytes_per_token(
         windowed: whether layers with a sliding window count; beyond the window they do not grow.
 
     """
-    itemsize = DTYPE_BYTES[shape.dtype]
     return sum(
-        sizes.kv_heads(layer) * fmt.token_bytes(layer, itemsize, sizes.config)
+        _token_bytes(shape, layer, fmt, sizes)
         for layer in shape.layers
         if windowed or layer.sliding_window is None
     )
@@ -108,13 +111,13 @@ def bytes_per_token(
 
 def block_bytes(shape: ModelShape, fmt: CacheFormat, sizes: Sizes) -> int:
     """Bytes on one device of one block: a page of every layer."""
-    return bytes_per_token(shape, fmt, sizes) * fmt.block_size(sizes.config)
+    return bytes_per_token(shape, fmt, sizes) * _block_size(shape, fmt, sizes)
 
 
 def request_bytes(shape: ModelShape, fmt: CacheFormat, sizes: Sizes, context: int) -> int:
     """Bytes on one device of a request of `context` tokens, its residual ring included."""
-    block_size = fmt.block_size(sizes.config)
-    total = 0
+    block_size = _block_size(shape, fmt, sizes)
+    total = state_bytes(shape, fmt, sizes) or 0
     for layer in shape.layers:
         tokens, spare = context, 0
         if layer.sliding_window is not None:
@@ -129,29 +132,52 @@ def ring_bytes(shape: ModelShape, fmt: CacheFormat, sizes: Sizes, context: int) 
     """Bytes on one device of the residual ring of a request; 0 for formats without one."""
     if not fmt.has_ring:
         return 0
-    page = max(_page_bytes(shape, layer, fmt, sizes) for layer in shape.layers)
+    page = _largest_page(shape, fmt, sizes)
     capacity = min(context, sizes.config.unit_size)
     blocks = 0
     for layer in shape.layers:
         token = sizes.kv_heads(layer) * _unquantised(layer, DTYPE_BYTES[shape.dtype], sizes.config)
-        blocks += -(-capacity // ring_block_size(fmt.block_size(sizes.config), page, token))
+        blocks += -(-capacity // ring_block_size(_block_size(shape, fmt, sizes), page, token))
     return blocks * page
+
+
+def state_bytes(shape: ModelShape, fmt: CacheFormat, sizes: Sizes) -> int | None:
+    """Bytes on one device of a request's state of fixed size; None where it is not known."""
+    if shape.state is None:
+        return None if shape.state_layers else 0
+    pages = shape.state.per_request * len(shape.state_layers)
+    return pages * _largest_page(shape, fmt, sizes)
 
 
 def read_bytes(shape: ModelShape, fmt: CacheFormat, sizes: Sizes, context: int) -> int:
     """Bytes on one device that decoding the next token of one request reads."""
-    itemsize = DTYPE_BYTES[shape.dtype]
-    return sum(
-        sizes.kv_heads(layer)
-        * fmt.token_bytes(layer, itemsize, sizes.config)
-        * min(context, layer.sliding_window or context)
+    state = shape.state.num_bytes(shape.dtype, sizes.tensor_parallel_size) if shape.state else 0
+    return len(shape.state_layers) * state + sum(
+        _token_bytes(shape, layer, fmt, sizes) * min(context, layer.sliding_window or context)
         for layer in shape.layers
     )
 
 
+def _token_bytes(shape: ModelShape, layer: LayerShape, fmt: CacheFormat, sizes: Sizes) -> int:
+    return sizes.kv_heads(layer) * fmt.token_bytes(layer, DTYPE_BYTES[shape.dtype], sizes.config)
+
+
 def _page_bytes(shape: ModelShape, layer: LayerShape, fmt: CacheFormat, sizes: Sizes) -> int:
-    token = fmt.token_bytes(layer, DTYPE_BYTES[shape.dtype], sizes.config)
-    return sizes.kv_heads(layer) * token * fmt.block_size(sizes.config)
+    return _token_bytes(shape, layer, fmt, sizes) * _block_size(shape, fmt, sizes)
+
+
+def _largest_page(shape: ModelShape, fmt: CacheFormat, sizes: Sizes) -> int:
+    return max(_page_bytes(shape, layer, fmt, sizes) for layer in shape.layers)
+
+
+def _block_size(shape: ModelShape, fmt: CacheFormat, sizes: Sizes) -> int:
+    """Tokens per block, of which vLLM takes as many as a page needs to hold a layer's state."""
+    size = fmt.block_size(sizes.config)
+    if shape.state is None:
+        return size
+    token = max(_token_bytes(shape, layer, fmt, sizes) for layer in shape.layers)
+    state = shape.state.num_bytes(shape.dtype, sizes.tensor_parallel_size)
+    return size * max(1, -(-state // (size * token)))
 
 
 def concurrency(

@@ -15,7 +15,13 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 _STATE_LAYERS = ("linear", "mamba", "ssm", "conv", "recurrent", "gated_delta", "kda")
 """Parts of the names of layer types that keep a state of fixed size instead of a cache."""
-_MIXED_LAYERS = ("full_attention_interval", "attn_layer_period", "mamba_d_state", "ssm_cfg")
+_BOTH = "hybrid"
+"""Layer type of attention with a Mamba layer at its side."""
+_NEITHER = ("mlp", "moe")
+_MIXED_LAYERS = (
+    *("full_attention_interval", "attn_layer_period", "attn_layer_indices", "full_attn_idxs"),
+    *("hybrid_override_pattern", "mamba_d_state", "ssm_cfg"),
+)
 """Fields of models with such layers, which may not say which layers these are."""
 _WITHOUT_CACHE = re.compile(r"bert|^mamba2?$|^rwkv")
 """Types of models that keep no KV cache, whatever their task."""
@@ -28,7 +34,8 @@ _LIMITS = {  # name of a field: its smallest and its largest value
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), (1, _MAX_HEADS)),
     "num_global_key_value_heads": (1, _MAX_HEADS),
     **dict.fromkeys(("hidden_size", "n_embd"), (1, _MAX_WIDTH)),
-    **dict.fromkeys(("head_dim", "global_head_dim", "v_head_dim"), (1, _MAX_WIDTH)),
+    **dict.fromkeys(("head_dim", "attention_head_dim"), (1, _MAX_WIDTH)),
+    **dict.fromkeys(("global_head_dim", "v_head_dim"), (1, _MAX_WIDTH)),
     **dict.fromkeys(("kv_lora_rank", "qk_rope_head_dim", "num_kv_shared_layers"), (0, _MAX_WIDTH)),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), (0, _MAX_WIDTH)),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), (0, _MAX_TOKENS)),
@@ -37,6 +44,12 @@ _LIMITS = {  # name of a field: its smallest and its largest value
     **dict.fromkeys(("max_sequence_length", "seq_length"), (1, _MAX_TOKENS)),
     **dict.fromkeys(("attention_chunk_size", "sliding_window_pattern"), (1, _MAX_TOKENS)),
     "sliding_window": (0, _MAX_TOKENS),
+    # Of Mamba layers.
+    **dict.fromkeys(("mamba_d_ssm", "mamba_expand", "mamba_head_dim"), (1, _MAX_WIDTH)),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size"), (1, _MAX_WIDTH)),
+    **dict.fromkeys(("mamba_d_conv", "conv_kernel"), (1, _MAX_WIDTH)),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), (1, _MAX_HEADS)),
+    **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_ngroups"), (1, _MAX_HEADS)),
 }
 """Far beyond any model. What is larger is a mistake or worse, and would only exhaust memory."""
 _BITS_OF_METHOD = {"fp8": 8, "awq": 4, "gptq": 4, "mxfp4": 4, "bitsandbytes": 4, "nvfp4": 4}
@@ -61,6 +74,43 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
+class StateShape:
+    """What one Mamba layer keeps of a request, whatever its length.
+
+    Attributes:
+        num_channels: heads times their size, over all devices.
+        num_groups: of heads with the same input and output vectors; 0 in Mamba 1.
+        state_size: numbers per channel, and elements of such a vector.
+        conv_width: tokens that the convolution sees.
+        dtype: of the numbers per channel, or None for that of the model.
+
+    """
+
+    num_channels: int
+    num_groups: int
+    state_size: int
+    conv_width: int
+    dtype: str | None = None
+
+    @property
+    def per_request(self) -> int:
+        """States that vLLM keeps room for with prefix caching, its default.
+
+        One to read and one to write; Mamba 2 also keeps one from inside a prefill.
+        """
+        return 3 if self.num_groups else 2
+
+    def num_bytes(self, dtype: str, devices: int) -> int:
+        """Bytes on one of `devices`; groups that are fewer are replicated."""
+        groups = self.num_groups and max(1, self.num_groups // devices)
+        channels = self.num_channels // devices
+        convolved = channels + 2 * groups * self.state_size
+        return (self.conv_width - 1) * convolved * DTYPE_BYTES[dtype] + (
+            channels * self.state_size * DTYPE_BYTES[self.dtype or dtype]
+        )
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """A model, as far as its memory depends on it.
 
@@ -74,7 +124,10 @@ class ModelShape:
         weight_bits: of most of the weights.
         weights_from: "files", "estimate" or "option".
         unsupported: why a kvq cache does not serve it, or None.
-        has_state_layers: whether some layers keep a state of fixed size in place of a cache.
+        state_layers: one number per layer that keeps a state of fixed size (Mamba, linear
+            attention): how many of `layers` come before it.
+        state: what each of those keeps, or None where the formula does not know.
+        config_path: the ``config.json`` that it was read from.
         notes: what the figures leave out.
 
     """
@@ -88,7 +141,9 @@ class ModelShape:
     weight_bits: int = 16
     weights_from: str = "estimate"
     unsupported: str | None = None
-    has_state_layers: bool = False
+    state_layers: tuple[int, ...] = ()
+    state: StateShape | None = None
+    config_path: Path | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -97,8 +152,17 @@ class ModelShape:
 
     @property
     def needs_formula(self) -> bool:
-        """Whether the plan cannot be made from attention layers alone."""
-        return self.is_mla or self.has_state_layers
+        """Whether vLLM cannot be asked: it has to read what a state is from the ``config.json``."""
+        return self.is_mla or (bool(self.state_layers) and self.config_path is None)
+
+    @property
+    def in_order(self) -> list[LayerShape | None]:
+        """All layers in the order of the model; None is one that keeps a state."""
+        order: list[LayerShape | None] = []
+        for index, layer in enumerate((*self.layers, None)):
+            order += [None] * self.state_layers.count(index)
+            order += [layer] if layer else []
+        return order
 
     @property
     def num_windowed(self) -> int:
@@ -187,7 +251,6 @@ class _Fields:
         for name in _LIMITS:
             check_size(f"{path}: {name}", name, self.raw.get(name))
         self.notes: list[str] = []
-        self.has_state_layers = False
         self._defaults = None if _is_complete(self.raw) else self._ask_transformers()
 
     def get(self, *names: str, default: Any = None) -> Any:
@@ -270,10 +333,10 @@ def _shape(name: str, path: Path, config: Mapping[str, Any]) -> ModelShape:
             f"{name} ({architecture or kind}) keeps no KV cache, so there is nothing to plan: "
             "give a model that generates text."
         )
-    layers, unsupported = _layers(name, fields)
+    layers, state_layers, unsupported = _layers(name, fields)
     weight_bytes, weights_from = _weight_files(path.parent), "files"
     bits = _weight_bits(fields)
-    if weight_bytes is None and not fields.get("kv_lora_rank"):
+    if weight_bytes is None and not (fields.get("kv_lora_rank") or state_layers):
         weight_bytes, weights_from = _estimate_weights(fields, bits), "estimate"
     dtype = str(fields.get("dtype", "torch_dtype", default="bfloat16")).removeprefix("torch.")
     if dtype != "float16":  # vLLM, too, serves float32 checkpoints in 16 bit unless told
@@ -291,7 +354,9 @@ def _shape(name: str, path: Path, config: Mapping[str, Any]) -> ModelShape:
         weight_bits=bits,
         weights_from=weights_from,
         unsupported=unsupported,
-        has_state_layers=fields.has_state_layers,
+        state_layers=state_layers,
+        state=_state(fields) if state_layers else None,
+        config_path=path,
         notes=tuple(fields.notes),
     )
 
@@ -300,18 +365,21 @@ def _heads(fields: _Fields) -> int:
     return int(fields.need("num_attention_heads", "n_head", "num_heads", option="--heads"))
 
 
-def _layers(name: str, fields: _Fields) -> tuple[tuple[LayerShape, ...], str | None]:
-    """Return the layers that keep a cache, and why a kvq cache would not serve them."""
+def _layers(
+    name: str, fields: _Fields
+) -> tuple[tuple[LayerShape, ...], tuple[int, ...], str | None]:
+    """Return the layers with a cache, where those with a state are, and why kvq serves neither."""
     num_layers = int(fields.need("num_hidden_layers", "n_layer", "num_layers", option="--layers"))
     if latent := fields.get("kv_lora_rank"):
         rope = fields.need("qk_rope_head_dim", option="--head-size")
-        return (LayerShape(1, int(latent) + int(rope), 0),) * num_layers, (
+        reason = (
             "multi-head latent attention (MLA) keeps one small latent vector per token in place "
             "of keys and values, which vLLM stores itself, in 16 bit or fp8"
         )
+        return (LayerShape(1, int(latent) + int(rope), 0),) * num_layers, (), reason
     heads = _heads(fields)
     head_size = int(
-        fields.get("head_dim")
+        fields.get("head_dim", "attention_head_dim")
         or fields.need("hidden_size", "n_embd", option="--head-size") // heads
     )
     value_size = int(fields.raw.get("v_head_dim") or head_size)
@@ -333,32 +401,62 @@ def _layers(name: str, fields: _Fields) -> tuple[tuple[LayerShape, ...], str | N
     global_kv_heads = kv_heads
     if fields.get("attention_k_eq_v"):
         global_kv_heads = int(fields.get("num_global_key_value_heads", default=kv_heads))
-    layers = []
+    full = LayerShape(kv_heads, head_size, value_size)
+    if global_size != head_size or global_kv_heads != kv_heads:
+        full = LayerShape(global_kv_heads, global_size, global_size)
+    layers, states = [], []
     for kind in kinds:
-        if any(part in kind for part in _STATE_LAYERS):
-            continue
+        keeps_state = kind == _BOTH or any(part in kind for part in _STATE_LAYERS)
         if "sliding" in kind or kind == "local":
             layers.append(LayerShape(kv_heads, head_size, value_size, window))
         elif "chunked" in kind:
             layers.append(
                 LayerShape(kv_heads, head_size, value_size, fields.get("attention_chunk_size"))
             )
-        elif global_size != head_size or global_kv_heads != kv_heads:
-            layers.append(LayerShape(global_kv_heads, global_size, global_size))
-        else:
-            layers.append(LayerShape(kv_heads, head_size, value_size))
+        elif kind == _BOTH or not (keeps_state or kind in _NEITHER):
+            layers.append(full)
+        if keeps_state:
+            states.append(len(layers))
     if not layers:
         raise KVQError(
             f"{name} has no attention layers, so it keeps no KV cache to plan: give a model with "
             "attention."
         )
-    if len(layers) < len(kinds):
-        fields.has_state_layers = True
-        fields.notes.append(
-            f"the fixed state of {len(kinds) - len(layers)} layers without a KV cache is not "
-            "counted, nor that vLLM makes blocks as large as one layer's state"
-        )
-    return tuple(layers), unsupported
+    return tuple(layers), tuple(states), unsupported
+
+
+def _state(fields: _Fields) -> StateShape | None:
+    """Return the state of Mamba layers, or None where the configuration tells of other layers.
+
+    As vLLM reads Granite 4, Bamba, Falcon-H1, Nemotron-H, Zamba 2 and Jamba, which has Mamba 1.
+    """
+
+    def size(*names: str) -> int | None:
+        value: int | None = fields.get(*names)
+        check_size(f"{fields.path}: {names[0]}", names[0], value)
+        return value
+
+    heads = size("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
+    head_size, hidden = size("mamba_head_dim"), size("hidden_size")
+    expand = size("mamba_expand")
+    num_channels = size("mamba_d_ssm")
+    if not num_channels and heads and head_size:
+        num_channels = heads * head_size
+    elif not num_channels and expand and hidden:
+        num_channels = expand * hidden
+    num_groups = size("mamba_n_groups", "n_groups", "mamba_ngroups") if heads else 0
+    state_size = size("mamba_d_state", "ssm_state_size")
+    conv_width = size("mamba_d_conv", "conv_kernel")
+    if num_channels is None or num_groups is None or state_size is None or conv_width is None:
+        return None
+    dtype = fields.get("mamba_ssm_cache_dtype")
+    return StateShape(
+        num_channels,
+        num_groups,
+        state_size,
+        conv_width,
+        dtype if dtype in DTYPE_BYTES else None,
+    )
 
 
 def _uses_window(raw: Mapping[str, Any]) -> bool:
