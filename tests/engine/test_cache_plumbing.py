@@ -14,7 +14,7 @@ from support import checkpoints, engines, models, offloading
 from support.dense import DenseModel
 from support.fp8 import E5M2, Fp8Layer, at_scale_one
 from support.model_matrix import FORMATS
-from test_fp8_engines import CALM, checkpoint
+from test_fp8_engines import checkpoint
 
 from kvq_kernels import Format
 from kvq_kernels.formats import ring_block_size
@@ -61,12 +61,12 @@ def assert_of(model: Path, name: str, tokens: list[list[int]], inputs: Any = Non
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.tiny_llama(tmp_path_factory.mktemp("llama"), initializer_range=CALM)
+    return models.tiny_llama(tmp_path_factory.mktemp("llama"), initializer_range=models.CALM)
 
 
 @pytest.fixture(scope="module")
 def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.tiny_gemma3(tmp_path_factory.mktemp("gemma3"), initializer_range=CALM)
+    return models.tiny_gemma3(tmp_path_factory.mktemp("gemma3"), initializer_range=models.CALM)
 
 
 @pytest.mark.parametrize("name", [*FORMATS, E5M2])

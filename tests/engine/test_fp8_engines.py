@@ -18,15 +18,13 @@ from kvq_kernels import SCHEMES, Format
 from kvq_kernels.fp8 import Fp8Format, is_fp8
 
 NEW_TOKENS = 30
-CALM = 0.1
-"""Range of random weights: those of the other tiny models amplify rounding, and fp8 rounds much."""
 KEY_SCALES = torch.tensor([[0.02, 0.3], [0.05, 0.5], [0.01, 0.1]])  # [layer, kv head]
 VALUE_SCALES = torch.tensor([[0.01, 0.2], [0.03, 0.4], [0.02, 0.05]])
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.tiny_llama(tmp_path_factory.mktemp("llama"), initializer_range=CALM)
+    return models.tiny_llama(tmp_path_factory.mktemp("llama"), initializer_range=models.CALM)
 
 
 def start(model: Path, name: str = "kvq-fp8", **options: Any) -> Any:
@@ -351,7 +349,7 @@ def biased_qwen(folder: Path) -> Path:
     """A Qwen 2 with key biases of 50 and, beyond those, channels that are 50 times larger."""
     from safetensors.torch import load_file
 
-    model = models.tiny_qwen2(folder / "plain", initializer_range=CALM)
+    model = models.tiny_qwen2(folder / "plain", initializer_range=models.CALM)
     weights = load_file(model / "model.safetensors")
     changed = {}
     for i in range(3):

@@ -25,9 +25,6 @@ from kvq_kernels.fp8 import Fp8Format, is_fp8
 
 UNIT_SIZE = 64
 LENGTHS = [10, 63, 64, 65, 129, 200]
-STEADY = 0.1
-"""Range of weights with which a random model amplifies rounding less, and has fewer ties, than with
-the usual one: fp8 rounds much, and where layers share caches one key counts several times."""
 NEW_TOKENS = 30
 
 
@@ -67,7 +64,7 @@ def test_model_equals_the_dense_reference(
 ) -> None:
     record_property("model", model.name)
     record_property("format", name)
-    folder = model.make(tmp_path, **({"initializer_range": STEADY} if is_fp8(name) else {}))
+    folder = model.make(tmp_path, initializer_range=models.CALM)
     chunked = {"max_num_batched_tokens": 97, "max_num_seqs": 16}
     with engines.engine(folder, **options_of(name), **chunked, **model.options) as llm:
         tokens, logprobs = engines.generate_with_logprobs(llm, prompts(), NEW_TOKENS)
@@ -100,7 +97,7 @@ def test_other_caches_whatever_the_engine_does(
     # With Mamba 2 layers, vLLM's CPU build fails as soon as prefixes are cached, with `auto` too.
     cached = "beside" not in model.special
     engines.poison_cache(monkeypatch)
-    folder = model.make(tmp_path, initializer_range=STEADY)
+    folder = model.make(tmp_path, initializer_range=models.CALM)
     with engines.engine(
         folder,
         **options_of(name),
@@ -129,7 +126,7 @@ def test_preempted(model: ModelKind, tmp_path: Path, monkeypatch: pytest.MonkeyP
     blocks_of_a_request = {"Gemma 3n": 50, "Gemma 4 E2B, E4B": 30, "Granite 4": 8}[model.name]
     inputs = [text()[50 * i : 50 * i + n] for i, n in enumerate([110, 115, 120, 124, 127])]
     engines.poison_cache(monkeypatch)
-    folder = model.make(tmp_path, initializer_range=STEADY)
+    folder = model.make(tmp_path, initializer_range=models.CALM)
     with engines.engine(
         folder,
         **options_of("kvq-int4"),
@@ -149,7 +146,7 @@ def test_preempted(model: ModelKind, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_measured_scales_of_layers_that_share_caches(tmp_path: Path) -> None:
     """Only the layers that own a cache have scales; the others read with the owner's."""
-    folder = models.tiny_gemma4_sharing(tmp_path / "model", initializer_range=STEADY)
+    folder = models.tiny_gemma4_sharing(tmp_path / "model", initializer_range=models.CALM)
     file = tmp_path / "scales.json"
     kvq = {"scales": "warmup", "scales_out": str(file)}
     with engines.engine(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import engines, models, sleep
-from test_fp8_engines import CALM, checkpoint, start
+from test_fp8_engines import checkpoint, start
 from test_models import prompts
 
 from kvq_kernels.dispatch import select_kernels
@@ -56,7 +56,7 @@ def test_sleep_and_wake(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = models.tiny_llama(tmp_path / "plain", initializer_range=CALM)
+    model = models.tiny_llama(tmp_path / "plain", initializer_range=models.CALM)
     if strategy is not None:
         model = checkpoint(model, tmp_path / "scaled", strategy)
     allocator = sleep.make_possible(monkeypatch)

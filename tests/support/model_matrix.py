@@ -63,7 +63,7 @@ SERVED = (
     ModelKind(
         "GPT-OSS",
         "attention sinks, sliding windows, mixture of experts",
-        partial(models.tiny_gpt_oss, initializer_range=0.1),
+        models.tiny_gpt_oss,
     ),
     ModelKind("Mixtral", "mixture of experts", models.tiny_mixtral),
     ModelKind(

@@ -14,6 +14,13 @@ from tools.setup_env import CORPUS, MODEL
 
 TINY_VOCABULARY = 512
 
+CALM = 0.1
+"""Range of weights with which a random model amplifies rounding less than with that of `_sizes`.
+
+With that one, a key that a CPU's sums round to another code moves log probabilities by 0.01, and fp8
+rounds much more.
+"""
+
 
 def smollm2() -> Path:
     """Folder of SmolLM2-135M-Instruct: 30 layers, 9 query and 3 kv heads of size 64."""
