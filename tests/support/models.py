@@ -17,8 +17,8 @@ TINY_VOCABULARY = 512
 CALM = 0.1
 """Range of weights with which a random model amplifies rounding less than with that of `_sizes`.
 
-With that one, a key that a CPU's sums round to another code moves log probabilities by 0.01, and fp8
-rounds much more.
+With that one, a key that a CPU's sums round to another code moves log probabilities by 0.01, and
+fp8 rounds much more.
 """
 
 
