@@ -169,17 +169,17 @@ def _print(result: Evaluation) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from kvq_vllm.evaluation import CRITERIA
+    from kvq_vllm.evaluation import CRITERIA, TASKS
     from kvq_vllm.evaluation.report import show
 
     console = Console()
     colours = {"safe": "green", "usable": "yellow", "broken": "red", "not informative": "dim"}
     table = Table(title=f"{result.model}, compared with auto; mean ± standard error over prompts")
-    table.add_column("measure")
+    table.add_column("measure", width=max(len(name) for name in TASKS) + 1)
     for f in result.formats:
         table.add_column(f.cache_dtype, justify="right")
-    table.add_column("safe up to", justify="right")
-    table.add_column("broken above", justify="right")
+    table.add_column("safe\nup to", justify="right")
+    table.add_column("broken\nabove", justify="right")
     for criterion in CRITERIA:
         findings = [x for f in result.formats for x in f.findings if x.criterion == criterion]
         if findings:
@@ -187,7 +187,7 @@ def _print(result: Evaluation) -> None:
                 f"[{colours[x.verdict]}]{show(x.estimate) if x.estimate else '-'}[/]"
                 for x in findings
             ]
-            label = f"{criterion.task}: {criterion.name}"
+            label = f"{criterion.task}:\n{criterion.name}"
             table.add_row(label, *cells, f"{criterion.safe:g}", f"{criterion.broken:g}")
     console.print(table)
     for f in result.formats:
