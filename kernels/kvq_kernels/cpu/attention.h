@@ -37,23 +37,17 @@ struct Partial {
 };
 
 // The rows of one task: the queries of a block, times the query heads of a kv head.
-struct Rows {
+struct QueryRows {
   const KvqArgs& a;
   const QueryBlock block;
-  const int64_t head, group_heads, rows, d;
-  const bool plain;  // no soft cap and no ALiBi
+  const int64_t head, group_heads, rows;
 
-  float* query;  // [rows][d], scaled
-  float* tile;   // [kTile][2 * d], keys and values
-
-  Rows(const KvqArgs& args, const QueryBlock& block, int64_t head)
+  QueryRows(const KvqArgs& args, const QueryBlock& block, int64_t head)
       : a(args),
         block(block),
         head(head),
         group_heads(args.num_heads / args.num_kv_heads),
-        rows(block.count * group_heads),
-        d(args.head_size),
-        plain(args.soft_cap == 0 && !args.alibi_slopes) {}
+        rows(block.count * group_heads) {}
 
   int64_t query_head(int64_t row) const { return head * group_heads + row % group_heads; }
   int64_t position(int64_t row) const { return block.position + row / group_heads; }
@@ -61,6 +55,20 @@ struct Rows {
     return a.query + (block.row + row / group_heads) * a.query_row_stride +
            query_head(row) * a.query_head_stride;
   }
+};
+
+// Rows that attend to one tile of tokens after another.
+struct Rows : QueryRows {
+  const int64_t d;
+  const bool plain;  // no soft cap and no ALiBi
+
+  float* query;  // [rows][d], scaled
+  float* tile;   // [kTile][2 * d], keys and values
+
+  Rows(const KvqArgs& args, const QueryBlock& block, int64_t head)
+      : QueryRows(args, block, head),
+        d(args.head_size),
+        plain(args.soft_cap == 0 && !args.alibi_slopes) {}
 
   void load_plain_query(float factor = 1.0f) {
     for (int64_t r = 0; r < rows; ++r) {

@@ -21,8 +21,7 @@ constexpr int64_t kMaxRows = 512;  // of a task: its panels fit a second-level c
 
 [[maybe_unused]] constexpr int64_t kThreadWork = 2048;  // query-key products, some 20 us
 
-constexpr int64_t kTransposed = 32;  // rows of values or queries transposed at a time
-static_assert(kTransposed % FloatProduct::kStep == 0);
+constexpr int64_t kTransposed = 32;  // rows of values transposed at a time
 
 // Scales and zeros of some channels or tokens.
 struct Meta {
@@ -30,15 +29,13 @@ struct Meta {
 };
 
 template <class Product>
-struct Task {
+struct Task : QueryRows {
   using Element = typename Product::Element;
   static constexpr int kPanel = Product::kPanel;
+  static_assert(kTransposed % Product::kStep == 0);
 
-  const KvqArgs& a;
   const Record rec;
-  const QueryBlock block;
-  const int64_t head, group_heads, rows, panels;
-
+  const int64_t panels;
   const int64_t width;  // of a key and a query: the head size and what a product needs beyond
 
   Element* key;        // [unit_size][width]
@@ -48,7 +45,7 @@ struct Task {
   Element* query;      // [panels], each an operand b of [width][kPanel]
   float* acc;          // [panels][head_size][kPanel]
   float *max, *sum;    // [panels][kPanel]
-  float* position;     // [panels][kPanel], relative to the start of the block's unit
+  float* offset;       // [panels][kPanel], of positions from the start of the block's unit
   float* slope;        // [panels][kPanel]
   float* logits;       // [unit_size][kPanel]
   Element* weights;    // the logits' softmax, an operand b; it may take their place
@@ -56,12 +53,8 @@ struct Task {
   float* columns;      // [head_size][kTransposed]
 
   Task(const KvqArgs& args, const QueryBlock& block, int64_t head)
-      : a(args),
+      : QueryRows(args, block, head),
         rec(args),
-        block(block),
-        head(head),
-        group_heads(args.num_heads / args.num_kv_heads),
-        rows(block.count * group_heads),
         panels(ceil_div(rows, kPanel)),
         width(round_up(rec.head_size, Product::kStep)) {
     const size_t bytes = carve(Carver(nullptr));
@@ -80,7 +73,7 @@ struct Task {
     acc = carver.take<float>(panels * d * kPanel);
     max = carver.take<float>(panels * kPanel);
     sum = carver.take<float>(panels * kPanel);
-    position = carver.take<float>(panels * kPanel);
+    offset = carver.take<float>(panels * kPanel);
     slope = carver.take<float>(panels * kPanel);
     logits = carver.take<float>(u * kPanel);
     weights = Product::kInPlace ? reinterpret_cast<Element*>(logits)
@@ -89,9 +82,6 @@ struct Task {
     columns = carver.take<float>(d * kTransposed);
     return carver.used();
   }
-
-  int64_t query_head(int64_t row) const { return head * group_heads + row % group_heads; }
-  int64_t query_position(int64_t row) const { return block.position + row / group_heads; }
 
   void load_queries() {
     const int64_t d = rec.head_size;
@@ -103,7 +93,7 @@ struct Task {
       max[r] = a.sinks ? a.sinks[h] : kLowest;
       sum[r] = a.sinks ? 1.0f : 0.0f;
       slope[r] = a.alibi_slopes ? a.alibi_slopes[h] : 0.0f;
-      position[r] = static_cast<float>(query_position(real) - block.open_start);
+      offset[r] = static_cast<float>(position(real) - block.open_start);
     }
     for (int64_t r = 0; r < panels * kPanel; r += kLanes) {
       memset(rows_buffer, 0, static_cast<size_t>(kLanes * width) * sizeof(float));
@@ -113,11 +103,6 @@ struct Task {
       }
       Product::put_columns(query + r / kPanel * width * kPanel, r % kPanel, rows_buffer, width);
     }
-  }
-
-  const uint8_t* query_at(int64_t row) const {
-    return a.query + (block.row + row / group_heads) * a.query_row_stride +
-           query_head(row) * a.query_head_stride;
   }
 
   void load_query(int64_t row, float* to) {
@@ -257,7 +242,7 @@ struct Task {
     for (int v = 0; v < Product::kVectors; ++v) {
       const int64_t lane = panel * kPanel + v * kLanes;
       const VF lane_slope = loadf(slope + lane);
-      VF distance = static_cast<float>(first_key - block.open_start) - loadf(position + lane);
+      VF distance = static_cast<float>(first_key - block.open_start) - loadf(offset + lane);
       for (int64_t t = 0; t < count; ++t, distance += 1.0f) {
         float* p = logits + t * kPanel + v * kLanes;
         VF x = loadf(p) * factor;
@@ -311,9 +296,9 @@ struct Task {
                                      acc + panel * d * kPanel, rescale);
   }
 
-  int64_t first_position(int64_t panel) const { return query_position(panel * kPanel); }
+  int64_t first_position(int64_t panel) const { return position(panel * kPanel); }
   int64_t last_position(int64_t panel) const {
-    return query_position(min_of((panel + 1) * kPanel, rows) - 1);
+    return position(min_of((panel + 1) * kPanel, rows) - 1);
   }
 
   void run() {
@@ -349,8 +334,9 @@ struct Task {
   }
 
   void write_row(int64_t row, float* from) {
+    const VF inverse = splat(1.0f / sum[row]);
     for (int64_t c = 0; c < rec.head_size; c += kLanes) {
-      store(from + c, loadf(from + c) * splat(1.0f / sum[row]));
+      store(from + c, loadf(from + c) * inverse);
     }
     from_floats(a.out + (block.row + row / group_heads) * a.out_row_stride +
                     query_head(row) * a.out_head_stride,

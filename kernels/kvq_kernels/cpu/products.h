@@ -160,7 +160,7 @@ struct TileProduct {
   // kTiles * kTile rows of c, all columns.
   template <int kTiles, bool kAdd>
   KVQ_INLINE void multiply_rows(const uint16_t* a, int64_t a_stride, int64_t inner,
-                                       const uint16_t* b, float* c) {
+                                const uint16_t* b, float* c) {
     constexpr int64_t kRowBytes = kPanel * 4;  // of c, and of a pair of rows of b
     const int64_t a_bytes = a_stride * 2;
     float* lower = c + kTile * kPanel;
