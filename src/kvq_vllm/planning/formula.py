@@ -124,7 +124,8 @@ def request_bytes(shape: ModelShape, fmt: CacheFormat, sizes: Sizes, context: in
             # As vLLM reserves it: the window may start anywhere in a block.
             tokens = min(context, layer.sliding_window - 1 + sizes.in_flight_tokens)
             spare = 1
-        total += (-(-tokens // block_size) + spare) * _page_bytes(shape, layer, fmt, sizes)
+        page = _token_bytes(shape, layer, fmt, sizes) * block_size
+        total += (-(-tokens // block_size) + spare) * page
     return total + ring_bytes(shape, fmt, sizes, context)
 
 
@@ -132,12 +133,12 @@ def ring_bytes(shape: ModelShape, fmt: CacheFormat, sizes: Sizes, context: int) 
     """Bytes on one device of the residual ring of a request; 0 for formats without one."""
     if not fmt.has_ring:
         return 0
-    page = _largest_page(shape, fmt, sizes)
+    block_size, page = _block_size(shape, fmt, sizes), _largest_page(shape, fmt, sizes)
     capacity = min(context, sizes.config.unit_size)
     blocks = 0
     for layer in shape.layers:
         token = sizes.kv_heads(layer) * _unquantised(layer, DTYPE_BYTES[shape.dtype], sizes.config)
-        blocks += -(-capacity // ring_block_size(_block_size(shape, fmt, sizes), page, token))
+        blocks += -(-capacity // ring_block_size(block_size, page, token))
     return blocks * page
 
 
@@ -162,12 +163,12 @@ def _token_bytes(shape: ModelShape, layer: LayerShape, fmt: CacheFormat, sizes: 
     return sizes.kv_heads(layer) * fmt.token_bytes(layer, DTYPE_BYTES[shape.dtype], sizes.config)
 
 
-def _page_bytes(shape: ModelShape, layer: LayerShape, fmt: CacheFormat, sizes: Sizes) -> int:
-    return _token_bytes(shape, layer, fmt, sizes) * _block_size(shape, fmt, sizes)
+def _largest_token(shape: ModelShape, fmt: CacheFormat, sizes: Sizes) -> int:
+    return max(_token_bytes(shape, layer, fmt, sizes) for layer in shape.layers)
 
 
 def _largest_page(shape: ModelShape, fmt: CacheFormat, sizes: Sizes) -> int:
-    return max(_page_bytes(shape, layer, fmt, sizes) for layer in shape.layers)
+    return _largest_token(shape, fmt, sizes) * _block_size(shape, fmt, sizes)
 
 
 def _block_size(shape: ModelShape, fmt: CacheFormat, sizes: Sizes) -> int:
@@ -175,7 +176,7 @@ def _block_size(shape: ModelShape, fmt: CacheFormat, sizes: Sizes) -> int:
     size = fmt.block_size(sizes.config)
     if shape.state is None:
         return size
-    token = max(_token_bytes(shape, layer, fmt, sizes) for layer in shape.layers)
+    token = _largest_token(shape, fmt, sizes)
     state = shape.state.num_bytes(shape.dtype, sizes.tensor_parallel_size)
     return size * max(1, -(-state // (size * token)))
 
