@@ -67,10 +67,10 @@ def evaluate(
     """
     check_model(settings.model)
     KVQConfig.parse({"kvq": settings.kvq})
+    check_formats(formats or ())
     require_vllm()
     optional = () if formats else _in_tree()
     chosen = list(dict.fromkeys(formats or [*optional, *SCHEMES]))
-    check_formats(chosen)
     settings = _fit_to_model(settings)
     run = RunFolder(folder)
     tokenizer = _load_tokenizer(settings.model)
